@@ -1,0 +1,114 @@
+"""The object that ``torch.compile(model, backend=...)`` takes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from spcompile.config import Config, make_config
+from spcompile.errors import through_dynamo
+from spcompile.group import require_same, resolve
+from spcompile.inner import compile_inner
+from spcompile.pipeline import distribute
+from spcompile.report import Report
+
+
+class Backend:
+    """A torch.compile backend that computes each attention graph on all ranks of a group together."""
+
+    def __init__(self, config: Config, mesh: DeviceMesh | dist.ProcessGroup | None) -> None:
+        self.config = config
+        self._mesh = mesh
+        self._report = Report(degree=config.degree)
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one Dynamo graph. Called by torch.compile."""
+        with through_dynamo():
+            return self._compile(module, example_inputs)
+
+    def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if self.config.degree == 1:
+            return compile_inner(self.config, module, example_inputs)
+        devices = [x.device.type for x in example_inputs if isinstance(x, Tensor)]
+        group = resolve(self._mesh, self.config.degree, "cuda" if "cuda" in devices else "cpu")
+        local = distribute(module, example_inputs, self.config, group.size(), group.group_name, self._report.graphs)
+        if local is None:
+            return compile_inner(self.config, module, example_inputs)
+        require_same(group, local.digest, f"graph {self._report.graphs}")
+        compiled = compile_inner(self.config, local.module, example_inputs)
+        self._report.add(local.report)
+        return compiled
+
+    def report(self) -> Report:
+        """What was done to all graphs compiled so far."""
+        return self._report
+
+
+def backend(
+    sp: int | None = None,
+    *,
+    ulysses: int | None = None,
+    ring: int | None = None,
+    kv_gather: int | None = None,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    kernel: str = "auto",
+    inner: str | Callable[..., Any] = "inductor",
+    options: Mapping[str, Any] | None = None,
+    strict: bool = False,
+    min_tokens: int = 1,
+    dump: str | None = None,
+) -> Backend:
+    """Sequence parallelism for an unmodified diffusion transformer, as a torch.compile backend.
+
+    Every rank calls the compiled model with the same full inputs and gets the same full outputs; in between,
+    each rank computes its share of the tokens.
+
+    Args:
+        sp: number of ranks that share one sequence. None: all ranks of the group. 1: the model is compiled
+            unchanged.
+        ulysses, ring, kv_gather: the degree of each exchange; they multiply to ``sp``. Only ``ulysses`` is
+            available yet.
+        mesh: a 1-D `DeviceMesh`, one with an axis named ``"ulysses"`` or ``"sp"``, or a process group. None:
+            the default group, initialised from torchrun's environment if it is not yet (gloo for CPU tensors,
+            NCCL for CUDA).
+        kernel: ``"auto"``, the attention kernel the model would have used.
+        inner: the torch.compile backend, by name or callable, that compiles the rewritten graph.
+        options: handed to ``inner``.
+        strict: refuse a graph that needs a regather (an all-gather forced by an op that mixes tokens) or
+            leaves an attention site on every rank.
+        min_tokens: a site with fewer query tokens stays on every rank.
+        dump: a folder for the captured graph, layouts, rewritten graph and report of every graph. None: the
+            environment variable ``SPCOMPILE_DUMP``, if set.
+
+    Raises:
+        SPConfigError: here for options that cannot be right, at the first call for a group that does not fit.
+        UnsupportedGraphError: at the first call (compile time) for a graph that cannot be computed exactly.
+        RankMismatchError: at the first call if the ranks compiled different graphs.
+
+    Example::
+
+        # torchrun --nproc-per-node 2 script.py
+        compiled = torch.compile(model, backend=spcompile.backend(sp=2))
+        with torch.no_grad():
+            out = compiled(**inputs)
+
+    Source: DeepSpeed-Ulysses, arXiv:2309.14509, for the exchange; GSPMD, arXiv:2105.04663, for the propagation.
+    """
+    config = make_config(
+        sp,
+        ulysses=ulysses,
+        ring=ring,
+        kv_gather=kv_gather,
+        kernel=kernel,
+        inner=inner,
+        options=options,
+        strict=strict,
+        min_tokens=min_tokens,
+        dump=dump or os.environ.get("SPCOMPILE_DUMP"),
+    )
+    return Backend(config, mesh)

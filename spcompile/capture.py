@@ -1,0 +1,246 @@
+"""Stage 1: from Dynamo's graph to one functional ATen graph, taken before autograd dispatch.
+
+Pre-dispatch means that ``scaled_dot_product_attention``, ``linear`` and ``layer_norm`` are single nodes,
+whatever Python name the model called them by. Functional means that no node writes into another's value:
+writes into graph inputs stand as ``copy_`` at the very end. Sizes are plain ints: a symbolic size that Dynamo
+hands over is specialised, which leaves a guard, so that another resolution gets a graph of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, fx
+from torch._functorch._aot_autograd.functional_utils import (
+    from_fun,
+    has_data_mutation,
+    has_metadata_mutation,
+    to_fun,
+)
+from torch._guards import tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.fx.experimental.proxy_tensor import make_fx
+
+aten = torch.ops.aten
+higher_order = torch.ops.higher_order
+
+INLINED = {
+    higher_order.tag_activation_checkpoint: 1,
+    higher_order.invoke_subgraph: 2,
+}
+"""Wrappers around a plain call of their first argument, and where that call's own arguments begin."""
+
+BOOKKEEPING = {aten._assert_tensor_metadata.default, aten._assert_async.msg, aten._assert_scalar.default}
+"""Nodes that check and compute nothing."""
+
+
+StandIn = tuple[fx.Node | int, Sequence[int], Sequence[int], int]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A functional ATen graph with one placeholder per placeholder of Dynamo's graph, in its order.
+
+    ``node.meta["val"]`` holds each value as a fake tensor of ``fake_mode``. ``stand_ins`` maps an output's
+    position to how it lies in another's memory: ``(input placeholder or earlier output, size, stride, offset)``.
+    ``refusals`` are ways in which Dynamo's graph shares memory that a functional graph cannot express.
+    """
+
+    graph_module: fx.GraphModule
+    fake_mode: FakeTensorMode
+    stand_ins: dict[int, StandIn]
+    refusals: list[str]
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.graph_module.graph
+
+
+class _Inliner(fx.Interpreter):
+    """Runs Dynamo's graph; activation checkpoints and nested compile regions become part of it."""
+
+    def __init__(self, module: fx.GraphModule, attributes: dict[str, Tensor]) -> None:
+        super().__init__(module)
+        self.attributes = attributes
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return (
+            self.attributes.get(target, None) if target in self.attributes else super().get_attr(target, args, kwargs)
+        )
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in INLINED:
+            body, operands = args[0], args[INLINED[target] :]
+            return _Inliner(body, {}).run(*operands)
+        if target is _enter_autocast:
+            return self._enter_autocast(args)
+        if target is _exit_autocast:
+            return self._exit_autocast(args[0])
+        return super().call_function(target, args, kwargs)
+
+    def _enter_autocast(self, args: Any) -> tuple[Any, Any]:
+        """Tracing records the node but does not enter; without entering, every dtype after it would be wrong."""
+        recorded = _enter_autocast(*args) if torch._C._is_torch_function_mode_enabled() else None
+        with torch._C.DisableTorchFunction():
+            return recorded, _enter_autocast(*args)
+
+    def _exit_autocast(self, entered: tuple[Any, Any]) -> None:
+        recorded, mode = entered
+        if recorded is not None:
+            _exit_autocast(recorded)
+        with torch._C.DisableTorchFunction():
+            _exit_autocast(mode)
+
+
+def capture(dynamo: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
+    """Trace Dynamo's graph on fake inputs of static size."""
+    inputs = [int(x) if isinstance(x, torch.SymInt) else x for x in example_inputs]
+    attributes = {n.target: _attribute(dynamo, n.target) for n in dynamo.graph.nodes if n.op == "get_attr"}
+    attributes = {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
+    flat = [*inputs, *attributes.values()]
+    fake_mode = FakeTensorMode(shape_env=None)
+
+    def fakes() -> list[Any]:
+        return [fake_mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) else x for x in flat]
+
+    def run(*values: Any) -> Any:
+        named = dict(zip(attributes, values[len(inputs) :], strict=True))
+        return _Inliner(dynamo, named).run(*values[: len(inputs)])
+
+    mutated: list[int] = []
+    refusals: list[str] = []
+
+    def functional(*values: Any) -> Any:
+        with FunctionalTensorMode(pre_dispatch=True, export=True):
+            wrapped = [to_fun(v) for v in values]
+            outputs = run(*wrapped)
+            for i, w in enumerate(wrapped):
+                if isinstance(w, Tensor) and has_metadata_mutation(w, values[i], check_only_storage_mutation=False):
+                    refusals.append(
+                        f"graph input {i} changes its shape or storage in place; write x = x.t() for x.t_()"
+                    )
+                if isinstance(w, Tensor) and has_data_mutation(w):
+                    mutated.append(i)
+            return [from_fun(o) for o in (*outputs, *(wrapped[i] for i in mutated))]
+
+    # Dynamo's tracing context holds another fake mode; this one must be the only one in sight.
+    with tracing(None), fake_mode, fx_traceback.preserve_node_meta():
+        originals = fakes()
+        eager_outputs = run(*originals)
+        traced = make_fx(functional, pre_dispatch=True, tracing_mode="real", record_module_stack=False)(*fakes())
+
+    _restore_placeholders(traced, dynamo, list(attributes.items()), originals)
+    _end_with_copies(traced, len(eager_outputs), mutated)
+    _clean(traced, fake_mode)
+    stand_ins, refused = _find_stand_ins(eager_outputs, originals[: len(inputs)], traced, mutated)
+    refusals += _shared_inputs(inputs, mutated) + refused
+    return Captured(traced, fake_mode, stand_ins, refusals)
+
+
+def _clean(traced: fx.GraphModule, fake_mode: FakeTensorMode) -> None:
+    """Drop what computes nothing, and give constants their fake tensors."""
+    for node in reversed(traced.graph.nodes):
+        if node.target in BOOKKEEPING:
+            traced.graph.erase_node(node)
+        elif node.op == "get_attr" and "val" not in node.meta:
+            constant = _attribute(traced, node.target)
+            if isinstance(constant, Tensor):
+                node.meta["val"] = fake_mode.from_tensor(constant, static_shapes=True)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+
+
+def _attribute(module: torch.nn.Module, path: str) -> Any:
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _restore_placeholders(
+    traced: fx.GraphModule, dynamo: fx.GraphModule, attributes: list[tuple[str, Tensor]], originals: list[Any]
+) -> None:
+    """Give the placeholders their Dynamo names, and turn those of Dynamo's attributes back into attributes."""
+    sources = dynamo.graph.find_nodes(op="placeholder")
+    nodes = traced.graph.find_nodes(op="placeholder")
+    for node, source, value in zip(nodes, sources, originals, strict=False):
+        node._rename(source.name)
+        node.target = node.name
+        node.meta["val"] = value
+        node.meta["dynamo"] = source
+    for node, (name, value) in zip(nodes[len(sources) :], attributes, strict=True):
+        attribute = f"_attribute_{name.replace('.', '_')}"
+        traced.register_buffer(attribute, value, persistent=False)
+        with traced.graph.inserting_before(node):
+            constant = traced.graph.get_attr(attribute)
+        constant.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(constant)
+        traced.graph.erase_node(node)
+
+
+def _end_with_copies(traced: fx.GraphModule, num_outputs: int, mutated: list[int]) -> None:
+    """Turn the extra outputs (new values of mutated inputs) into ``copy_`` nodes at the end."""
+    output = traced.graph.output_node()
+    results, new_values = list(output.args[0])[:num_outputs], list(output.args[0])[num_outputs:]  # type: ignore[arg-type]
+    placeholders = traced.graph.find_nodes(op="placeholder")
+    with traced.graph.inserting_before(output):
+        for i, value in zip(mutated, new_values, strict=True):
+            copy = traced.graph.call_function(aten.copy_.default, (placeholders[i], value))
+            copy.meta["val"] = placeholders[i].meta["val"]
+    output.args = (tuple(results),)
+
+
+def _shared_inputs(inputs: Sequence[Any], mutated: Sequence[int]) -> list[str]:
+    """A write into one input must not be visible through another: the functional graph would miss it."""
+    storages = {i: x.untyped_storage()._cdata for i, x in enumerate(inputs) if isinstance(x, Tensor)}
+    shared = [(i, j) for i in mutated for j, s in storages.items() if j != i and s == storages[i]]
+    return [f"graph input {i} is written in place and shares memory with input {j}; pass clones" for i, j in shared]
+
+
+def _find_stand_ins(
+    outputs: Sequence[Any], inputs: Sequence[Any], traced: fx.GraphModule, mutated: Sequence[int]
+) -> tuple[dict[int, StandIn], list[str]]:
+    """Outputs that lie in an input's or another output's memory, which callers may rely on; and what is refused."""
+    placeholders = traced.graph.find_nodes(op="placeholder")
+    owner: dict[int, tuple[fx.Node | int, Tensor]] = {}
+    for node, x in zip(placeholders, inputs, strict=False):
+        if isinstance(x, Tensor):
+            owner.setdefault(x.untyped_storage()._cdata, (node, x))
+    found: dict[int, StandIn] = {}
+    refusals: list[str] = []
+    without_owner: dict[int, list[int]] = {}
+    largest_first = sorted(
+        (i for i, o in enumerate(outputs) if isinstance(o, Tensor)), key=lambda i: -outputs[i].numel()
+    )
+    for i in largest_first:
+        out = outputs[i]
+        storage = out.untyped_storage()
+        if storage._cdata not in owner:
+            if out.numel() * out.element_size() == storage.nbytes():
+                owner[storage._cdata] = (i, out)
+            else:
+                without_owner.setdefault(storage._cdata, []).append(i)
+            continue
+        base, whole = owner[storage._cdata]
+        if whole.dtype == out.dtype:
+            found[i] = (base, out.shape, out.stride(), out.storage_offset())
+        elif isinstance(base, int) or placeholders.index(base) in mutated:
+            refusals.append(f"output {i} is another value's memory read as {out.dtype}; return a clone")
+    for members in without_owner.values():
+        if len(members) > 1 and _overlap([outputs[i] for i in members]):
+            refusals.append(f"outputs {members} are overlapping views of one value; return clones")
+    return found, refusals
+
+
+def _overlap(tensors: Sequence[Tensor]) -> bool:
+    """Do any two of these views of one storage share an element?"""
+    size = tensors[0].untyped_storage().nbytes() // tensors[0].element_size()
+    index = torch.arange(size)
+    taken = torch.cat([index.as_strided(t.shape, t.stride(), t.storage_offset()).flatten() for t in tensors])
+    return taken.unique().numel() < taken.numel()

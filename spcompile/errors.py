@@ -1,0 +1,37 @@
+"""What spcompile raises. All of it at compile time, before any rank has computed anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch._dynamo.exc import ShortenTraceback
+
+
+class SPError(Exception):
+    """Base of everything spcompile refuses. The text says where, what was found, why, and what would work."""
+
+
+class SPConfigError(SPError, ValueError):
+    """The degrees, the mesh or an option cannot be right, whatever the model."""
+
+
+class UnsupportedGraphError(SPError, RuntimeError):
+    """The model's graph cannot be computed exactly with the degrees asked for."""
+
+
+class RankMismatchError(SPError, RuntimeError):
+    """The ranks do not hold the same graph, so their collectives would not match."""
+
+
+@contextmanager
+def through_dynamo() -> Iterator[None]:
+    """Let an `SPError` leave torch.compile as it is; Dynamo wraps all others in ``BackendCompilerFailed``."""
+    try:
+        yield
+    except SPError as error:
+        if isinstance(error, ShortenTraceback):
+            raise
+        kind = type(error)
+        escaping = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__})
+        raise escaping(str(error), first_useful_frame=None) from None

@@ -1,0 +1,278 @@
+"""Stage 3: which values are sharded, along which dim, and how every call is then computed.
+
+1. *Demand*: walk back from a site's query along the rules. A value that depends on real compute and has the
+   token dim is wanted sharded; where no rule carries the dim further back, it is sharded right there.
+2. *Forward*: apply the rules in graph order. Values nobody wanted (rotary tables, masks, modulation) stay
+   replicated until they meet a sharded one, and are sliced there.
+3. *Cuts*: where a slice falls inside a segment, or two layouts of the same tokens meet, the missing cut points
+   go back to where those tokens began to be sharded, and the forward pass runs again. Cuts only accumulate.
+
+Sites that still have a whole query afterwards are walked from next, costliest first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from spcompile.call import Call, bind, tensor_of
+from spcompile.errors import UnsupportedGraphError
+from spcompile.exchanges import SitePlan, plan_site
+from spcompile.layout import REPLICATED, Layout, Origin, Segment, Sharded, missing_cuts, same_tokens
+from spcompile.rules import Plan, rule_for
+from spcompile.sites import ATTENTION, Site
+from spcompile.source import place
+
+aten = torch.ops.aten
+
+COMPUTE = {
+    aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default,
+    aten.baddbmm.default, aten.einsum.default, aten.convolution.default, aten.conv1d.default, aten.conv2d.default,
+    aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
+    *ATTENTION,
+}  # fmt: skip
+
+
+def is_compute(node: fx.Node) -> bool:
+    """Worth sharding? What reaches a query only through other ops is a cheap side value."""
+    if node.target is aten.einsum.default:  # of one operand: a permutation or a sum
+        return len(node.args[1]) > 1  # type: ignore[arg-type]
+    return node.target in COMPUTE
+
+
+@dataclass
+class Inference:
+    """``layouts``: per node, a layout or one per output. ``plans``: calls that touch a sharded value.
+
+    ``whole`` are the nodes that exist replicated although their layout is sharded (they begin to be sharded).
+    ``regathered`` says, per call computed on full tensors although an operand is sharded, why.
+    """
+
+    layouts: dict[fx.Node, Any] = field(default_factory=dict)
+    plans: dict[fx.Node, Plan] = field(default_factory=dict)
+    sites: dict[fx.Node, SitePlan] = field(default_factory=dict)
+    whole: set[fx.Node] = field(default_factory=set)
+    regathered: dict[fx.Node, str] = field(default_factory=dict)
+
+
+def infer(graph: fx.Graph, sites: Sequence[Site], degree: int, min_tokens: int) -> Inference:
+    """Layouts and plans for every node. Raises `UnsupportedGraphError` where the result could not be exact."""
+    search = _Search(graph, {s.node: s for s in sites}, degree, min_tokens)
+    found = search.settle()
+    for site in sorted(sites, key=lambda s: -s.cost):
+        q = found.layouts[site.q]
+        if q == REPLICATED and site.num_query_tokens >= max(min_tokens, 2):
+            search.want_query(site)
+            found = search.settle()
+    _check_random(graph, found)
+    return found
+
+
+class _Search:
+    """State that grows until the layouts settle: what is wanted, and the cuts of every root."""
+
+    def __init__(self, graph: fx.Graph, sites: dict[fx.Node, Site], degree: int, min_tokens: int) -> None:
+        self.graph, self.sites, self.degree, self.min_tokens = graph, sites, degree, min_tokens
+        self.wants: dict[fx.Node, Sharded] = {}
+        self.cuts: dict[object, set[int]] = {}
+        self.computed = _depends_on_compute(graph)
+
+    def new_root(self, key: object, tokens: int) -> tuple[Segment, ...]:
+        borders = sorted({0, tokens, *self.cuts.get(key, ())})
+        pairs = list(itertools.pairwise(borders)) or [(0, 0)]
+        return tuple(Segment(end - start, Origin(key, start)) for start, end in pairs)
+
+    def call(self, node: fx.Node) -> Call:
+        return Call(node, self.degree, self.new_root)
+
+    # demand
+
+    def want_query(self, site: Site) -> None:
+        shape = site.shape("q")
+        self.want(site.q, Sharded(len(shape) - 2, (Segment(shape[-2]),)))
+
+    def want(self, node: fx.Node, want: Sharded) -> None:
+        """Want ``node`` sharded, and whatever it is computed from along the same dim."""
+        pending = [(node, want)]
+        while pending:
+            node, want = pending.pop()
+            if node in self.wants:
+                continue
+            self.wants[node] = want
+            pending += [(n, w) for n, w in self.behind(node, want) if n in self.computed or is_compute(node)]
+
+    def behind(self, node: fx.Node, want: Sharded) -> list[tuple[fx.Node, Sharded]]:
+        """The operands of ``node`` that the wanted dim comes from."""
+        output = 0
+        if node.target is _getitem:
+            node, output = node.args  # type: ignore[assignment]
+        if node in self.sites:
+            site = self.sites[node]
+            if site.num_query_tokens < self.min_tokens or want.dim == len(site.shape("q")) - 1:
+                return []
+            return [(site.q, want)]
+        rule = rule_for(node.target)
+        if rule is None or _is_random(node):
+            return []
+        call = self.call(node)
+        return [(call.operands[i], w) for i, w in rule.backward(call, output, want)]
+
+    # forward
+
+    def settle(self) -> Inference:
+        """Run forward until no new cuts are asked for."""
+        while True:
+            asked = sum(map(len, self.cuts.values()))
+            found = _Forward(self).run()
+            if sum(map(len, self.cuts.values())) == asked:
+                return found
+
+    def ask(self, cuts: Sequence[tuple[object, int]]) -> bool:
+        """Remember cuts for the next round. False if all are known already and did not help."""
+        new = [(root, at) for root, at in cuts if at not in self.cuts.get(root, ())]
+        for root, at in new:
+            self.cuts.setdefault(root, set()).add(at)
+        return bool(new)
+
+
+class _Forward:
+    """One pass over the graph."""
+
+    def __init__(self, search: _Search) -> None:
+        self.search = search
+        self.found = Inference()
+
+    def run(self) -> Inference:
+        for node in self.search.graph.nodes:
+            layout = self.layout(node)
+            want = self.search.wants.get(node)
+            if want is not None and layout == REPLICATED:
+                layout = replace(want, segments=self.search.new_root(node, want.tokens))
+                self.found.whole.add(node)
+            self.found.layouts[node] = layout
+        return self.found
+
+    def layout(self, node: fx.Node) -> Any:
+        if node.target is _getitem:
+            source, index = node.args
+            outer = self.found.layouts[source]  # type: ignore[index]
+            return outer[index] if isinstance(outer, tuple) else outer  # type: ignore[index]
+        if node.op != "call_function" or node.target is aten.copy_.default:
+            return REPLICATED
+        call = self.search.call(node)
+        layouts = [self.found.layouts[n] for n in call.operands]
+        if node in self.search.sites:
+            return self.site(call, layouts)
+        if not any(isinstance(lay, Sharded) for lay in layouts):
+            return REPLICATED
+        return self.planned(call, self.plan(call, layouts))
+
+    def site(self, call: Call, layouts: list[Layout]) -> Layout:
+        site = self.search.sites[call.node]
+        named = {name: self.found.layouts[getattr(site, name)] for name in ("q", "k", "v")}
+        chosen = plan_site(site, call, named, self.search.min_tokens)
+        if chosen.refusal is None and not self.agree(call, chosen.plan, layouts):
+            chosen = SitePlan("replicated", _whole(call), "query, key and value carry different tokens")
+        self.found.sites[call.node] = chosen
+        layout = self.planned(call, chosen.plan)
+        assert isinstance(layout, (Sharded, type(REPLICATED)))
+        return layout
+
+    def plan(self, call: Call, layouts: list[Layout]) -> Plan:
+        rule = rule_for(call.node.target)
+        if rule is None:
+            return self.regather(call, f"{call.node.target} has no rule")
+        plan = rule.forward(call, layouts)
+        if plan is None:
+            return self.regather(call, "it mixes entries along the token dim, or reorders it")
+        if plan.cuts and not self.search.ask(plan.cuts):
+            return self.regather(call, "its borders do not fall on whole tokens of the sharded dim")
+        if not self.agree(call, plan, layouts):
+            return self.regather(call, "its operands carry different tokens")
+        return plan
+
+    def planned(self, call: Call, plan: Plan) -> Any:
+        self.found.plans[call.node] = plan
+        value = call.node.meta["val"]
+        return plan.outputs[0] if isinstance(value, torch.Tensor) else plan.outputs
+
+    def regather(self, call: Call, reason: str) -> Plan:
+        self.found.regathered[call.node] = reason
+        return _whole(call)
+
+    def agree(self, call: Call, plan: Plan, layouts: list[Layout]) -> bool:
+        """Do all sharded operands get the plan's cuts? Asks for those that are missing on either side.
+
+        False if an operand lies along the same dim with other cuts and nobody can be asked to change that.
+        """
+        cuts: list[tuple[object, int]] = []
+        for have, need in zip(layouts, plan.operands, strict=True):
+            if not (isinstance(have, Sharded) and isinstance(need, Sharded)) or have == need:
+                continue
+            if have.dim != need.dim:
+                continue  # regathered and cut along the other dim
+            if not same_tokens(have, need):
+                return False
+            for lay, other in ((have, need), (need, have)):
+                missing = missing_cuts(lay, other.borders())
+                if missing is None:
+                    return False
+                cuts += missing
+        return not cuts or self.search.ask(cuts)
+
+
+def _whole(call: Call) -> Plan:
+    return Plan(tuple(REPLICATED for _ in call.operands), tuple(REPLICATED for _ in call.outputs))
+
+
+_getitem = operator.getitem
+
+
+def _depends_on_compute(graph: fx.Graph) -> set[fx.Node]:
+    """Values computed from a floating-point model input (not a parameter), or by an op worth sharding."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        value = tensor_of(node)
+        if node.op == "placeholder" and value is not None:
+            tensor_dict = node.meta["dynamo"].meta.get("tensor_dict") or {}
+            if value.dtype.is_floating_point and "_dynamo_static_input_type" not in tensor_dict:
+                found.add(node)
+        elif is_compute(node) or any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Does the call draw random numbers? Dropout that drops nothing does not."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    if target in ATTENTION:
+        return False
+    if "dropout" in target.__name__:
+        p, train = bind(node)["p"], bind(node)["train"]
+        return bool(train and p)
+    return True
+
+
+def _check_random(graph: fx.Graph, found: Inference) -> None:
+    """Refuse random numbers that meet sharded values: each rank would draw its own."""
+    drawn: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        source = node if _is_random(node) else next((drawn[n] for n in node.all_input_nodes if n in drawn), None)
+        if source is None:
+            continue
+        drawn[node] = source
+        plan = found.plans.get(node)
+        meets = plan is not None and any(isinstance(x, Sharded) for x in (*plan.operands, *plan.outputs))
+        if meets or node in found.whole:
+            raise UnsupportedGraphError(
+                f"{place(source)}: `{source.target}` draws random numbers that reach sharded tokens, and every rank "
+                "would draw its own. Draw them outside the compiled model and pass them in, or call model.eval()."
+            )

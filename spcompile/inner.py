@@ -1,0 +1,33 @@
+"""Stage 8: hand a graph to the inner compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+from torch._dynamo import lookup_backend
+from torch._dynamo.exc import InvalidBackend
+
+from spcompile.config import Config
+from spcompile.errors import SPConfigError
+
+
+def compile_inner(config: Config, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile with ``config.inner`` and its options."""
+    inputs = list(example_inputs)
+    if config.inner == "inductor":
+        from torch._inductor.compile_fx import compile_fx  # late: it is large, and other inners need none of it
+
+        compiled: Any = compile_fx(module, inputs, config_patches=dict(config.options) or None)
+        return compiled
+    compiler = config.inner if callable(config.inner) else _lookup(config.inner)
+    options = {"options": dict(config.options)} if config.options else {}
+    return compiler(module, inputs, **options)
+
+
+def _lookup(name: str) -> Callable[..., Any]:
+    try:
+        return lookup_backend(name)
+    except InvalidBackend as error:
+        raise SPConfigError(f"inner={name!r} is no torch.compile backend: {error}") from None

@@ -1,0 +1,101 @@
+"""The stages in order, from Dynamo's graph to the graph that every rank runs."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from spcompile.capture import Captured, capture
+from spcompile.config import Config
+from spcompile.dump import dump
+from spcompile.errors import UnsupportedGraphError
+from spcompile.infer import Inference, infer
+from spcompile.report import Report
+from spcompile.rewrite import KEPT_META, Rewritten, rewrite
+from spcompile.sites import Site, find_sites
+from spcompile.source import place
+from spcompile.verify import require_distributed, require_strict, verify
+
+log = logging.getLogger("spcompile")
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """The local graph as a module for the inner compiler, and what was done."""
+
+    module: fx.GraphModule
+    report: Report
+
+    @property
+    def digest(self) -> str:
+        """What all ranks must agree on."""
+        return hashlib.sha256(str(self.module.code).encode()).hexdigest()
+
+
+def distribute(
+    dynamo: fx.GraphModule, example_inputs: Sequence[Any], config: Config, degree: int, group: str, index: int
+) -> Distributed | None:
+    """Run the stages on one Dynamo graph. None if it has no attention: such a graph is compiled as it is."""
+    captured = capture(dynamo, example_inputs)
+    sites = find_sites(captured.graph_module)
+    log.info("capture: %d nodes, %d attention sites", len(captured.graph.nodes), len(sites))
+    if not sites:
+        return None
+    _require_inference(captured, sites, example_inputs)
+    found = infer(captured.graph, sites, degree, config.min_tokens)
+    log.info("infer: %d calls on chunks, %d on gathered values", len(found.plans), len(found.regathered))
+    _require_exact(sites, found)
+    rewritten = rewrite(captured, sites, found, degree=degree, group=group, kernel=config.kernel)
+    log.info("rewrite: %d nodes, %d collectives", len(rewritten.graph.nodes), rewritten.report.collectives)
+    if config.dump:
+        dump(config.dump, index, captured, found, rewritten, degree)
+    verify(rewritten, sites, degree)
+    require_distributed(sites, rewritten.report)
+    if config.strict:
+        require_strict(rewritten.report)
+    return Distributed(_for_inner(captured, dynamo, rewritten), rewritten.report)
+
+
+def _require_inference(captured: Captured, sites: Sequence[Site], example_inputs: Sequence[Any]) -> None:
+    """Refuse what the stages below do not cover."""
+    where = place(sites[0].node)
+    if captured.refusals:
+        raise UnsupportedGraphError(f"the graph around {where}: {'; '.join(captured.refusals)}")
+    trains = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)
+    if trains:
+        raise UnsupportedGraphError(
+            f"the graph around {where} is to be differentiated, and gradients are not available yet: "
+            "call the model under torch.no_grad() or torch.inference_mode()"
+        )
+
+
+def _require_exact(sites: Sequence[Site], found: Inference) -> None:
+    """Refuse sites for which no exact exchange exists."""
+    refused = [(s, found.sites[s.node].refusal) for s in sites if found.sites[s.node].refusal]
+    if refused:
+        more = f" ({len(refused) - 1} more sites like it)" if len(refused) > 1 else ""
+        site, why = refused[0]
+        shapes = ", ".join(f"{n} {list(site.shape(n))}" for n in ("q", "k", "v"))
+        raise UnsupportedGraphError(f"{place(site.node)}: attention with {shapes}: {why}{more}")
+
+
+def _for_inner(captured: Captured, dynamo: fx.GraphModule, rewritten: Rewritten) -> fx.GraphModule:
+    """A module that the inner compiler takes for Dynamo's: same placeholders, parameters still static inputs."""
+    for node in rewritten.graph.nodes:
+        source = node.meta.get("dynamo")
+        node.meta = {k: node.meta[k] for k in KEPT_META if k in node.meta}
+        if source is not None:
+            node.meta.update(source.meta)
+            if hasattr(source, "_dynamo_source"):
+                node._dynamo_source = source._dynamo_source
+    module = fx.GraphModule(captured.graph_module, rewritten.graph, "spcompile")
+    module.meta.update(dynamo.meta)
+    if hasattr(dynamo, "_param_name_to_source"):
+        module._param_name_to_source = dynamo._param_name_to_source
+    return module

@@ -1,0 +1,131 @@
+"""What a backend did to the graphs it compiled, for people and for programs."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class AttentionEntry:
+    """One attention site. ``bytes_per_rank`` is what one rank sends per call; ``shape`` is q's and the key length."""
+
+    name: str
+    source: str
+    shape: tuple[int, ...]
+    exchange: str
+    kernel: str
+    reason: str
+    collectives: int
+    bytes_per_rank: int
+
+
+@dataclass(frozen=True)
+class RegatherEntry:
+    """An all-gather forced by an op that cannot be computed on chunks."""
+
+    op: str
+    source: str
+    reason: str
+    bytes_per_rank: int
+
+
+@dataclass
+class Report:
+    """All graphs compiled so far. ``graphs`` counts those with attention; ``shards`` cost no communication.
+
+    ``unshards`` are the all-gathers by which results leave the sharded region, ``unshard_bytes`` what a rank
+    sends for them per step.
+    """
+
+    degree: int | None = None
+    graphs: int = 0
+    attention: list[AttentionEntry] = field(default_factory=list)
+    regathers: list[RegatherEntry] = field(default_factory=list)
+    shards: int = 0
+    unshards: int = 0
+    unshard_bytes: int = 0
+
+    def add(self, other: Report) -> None:
+        """Count another graph's report in."""
+        self.degree = other.degree
+        self.graphs += other.graphs
+        self.attention += other.attention
+        self.regathers += other.regathers
+        self.shards += other.shards
+        self.unshards += other.unshards
+        self.unshard_bytes += other.unshard_bytes
+
+    @property
+    def collectives(self) -> int:
+        """Collectives per step, over all graphs."""
+        return sum(a.collectives for a in self.attention) + len(self.regathers) + self.unshards
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """Bytes that one rank sends per step, over all graphs."""
+        exchanged = sum(a.bytes_per_rank for a in self.attention)
+        return exchanged + sum(r.bytes_per_rank for r in self.regathers) + self.unshard_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain lists, dicts, strings and numbers."""
+        plain = asdict(self)
+        for entry in plain["attention"]:
+            entry["shape"] = list(entry["shape"])
+        return plain | {"totals": {"collectives": self.collectives, "bytes_per_rank": self.bytes_per_rank}}
+
+    def __str__(self) -> str:
+        buffer = io.StringIO()
+        console = Console(file=buffer, width=120)
+        console.print(self._summary())
+        if self.attention:
+            console.print(_table("attention", _grouped(self.attention)))
+        if self.regathers:
+            console.print(_table("regathers", [asdict(r) for r in self.regathers]))
+        return buffer.getvalue().rstrip()
+
+    def _summary(self) -> str:
+        return (
+            f"spcompile: {_count(self.graphs, 'graph')} over {_count(self.degree or 1, 'rank')}, "
+            f"{_count(len(self.attention), 'attention site')}, {_count(self.collectives, 'collective')} per step "
+            f"({_bytes(self.bytes_per_rank)} sent per rank): {_count(self.shards, 'shard')} (free), "
+            f"{_count(self.unshards, 'unshard')}, {_count(len(self.regathers), 'regather')}"
+        )
+
+
+def _grouped(entries: list[AttentionEntry]) -> list[dict[str, Any]]:
+    """Sites that differ only in their name share a row."""
+    rows: dict[Any, dict[str, Any]] = {}
+    for e in entries:
+        row = asdict(e) | {"shape": "x".join(map(str, e.shape))}
+        key = tuple(v for k, v in row.items() if k != "name")
+        if key in rows:
+            rows[key]["sites"] += 1
+        else:
+            rows[key] = {"sites": 1, "first site": row.pop("name"), **row}
+    return list(rows.values())
+
+
+def _table(title: str, rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in rows[0]:
+        table.add_column(name.replace("bytes_per_rank", "sent"), overflow="fold")
+    for row in rows:
+        table.add_row(*(_bytes(v) if k == "bytes_per_rank" else str(v) for k, v in row.items()))
+    return table
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" + "s" * (n != 1)
+
+
+def _bytes(n: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.4g} {unit}"
+        n /= 1024  # type: ignore[assignment]
+    return f"{n:.4g} GiB"

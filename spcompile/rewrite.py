@@ -1,0 +1,335 @@
+"""Stage 5: the graph that every rank runs.
+
+Node by node, each call is emitted on local shapes; `shard` is put where a replicated value meets a sharded one
+(once per value and layout), `unshard` where a whole value is needed, and the exchange around each attention
+call. The new graph names no rank and no per-rank size: all ranks hold the same text.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import tracing
+
+from spcompile import ops
+from spcompile.call import Call, bind, tensor_of
+from spcompile.capture import Captured
+from spcompile.infer import Inference, is_compute
+from spcompile.layout import REPLICATED, Layout, Segment, Sharded
+from spcompile.report import AttentionEntry, RegatherEntry, Report
+from spcompile.rules import Plan
+from spcompile.sites import Site
+from spcompile.source import module_of, source_of
+
+aten = torch.ops.aten
+
+KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
+
+
+@dataclass
+class Rewritten:
+    """``expected`` says, for each emitted value, its layout and the captured value that it holds."""
+
+    graph: fx.Graph
+    report: Report
+    expected: dict[fx.Node, tuple[Layout, fx.Node]] = field(default_factory=dict)
+
+
+def rewrite(
+    captured: Captured, sites: Sequence[Site], found: Inference, *, degree: int, group: str, kernel: str
+) -> Rewritten:
+    """Emit the local graph of ``captured`` for ``degree`` ranks of the process group named ``group``."""
+    emitter = _Emitter(captured, {s.node: s for s in sites}, found, degree, group, kernel)
+    with tracing(None), captured.fake_mode, _restored_state():
+        for node in captured.graph.nodes:
+            emitter.node(node)
+    emitter.graph.lint()
+    return emitter.result
+
+
+@contextmanager
+def _restored_state() -> Iterator[None]:
+    """Grad mode and autocast as they were, also if emitting stops inside a region."""
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        devices = [d for d in ("cpu", "cuda") if torch.amp.is_autocast_available(d)]
+        before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
+        try:
+            yield
+        finally:
+            for device, enabled, dtype in before:
+                torch.set_autocast_enabled(device, enabled)
+                torch.set_autocast_dtype(device, dtype)
+
+
+class _Emitter:
+    def __init__(
+        self, captured: Captured, sites: dict[fx.Node, Site], found: Inference, degree: int, group: str, kernel: str
+    ) -> None:
+        self.captured, self.sites, self.found = captured, sites, found
+        self.degree, self.group, self.kernel = degree, group, kernel
+        self.graph = fx.Graph()
+        self.versions: dict[fx.Node, dict[Layout, fx.Node]] = {}
+        self.plain: dict[fx.Node, fx.Node] = {}
+        self.origin: fx.Node | None = None
+        self.exchanged_bytes = 0
+        self.result = Rewritten(self.graph, Report(degree=degree, graphs=1))
+
+    # values in the layout a call needs
+
+    def value(self, node: fx.Node, layout: Layout) -> fx.Node:
+        """The new node that holds ``node`` as ``layout``: as computed, sharded for free, or gathered."""
+        versions = self.versions[node]
+        if layout not in versions:
+            whole = versions.get(REPLICATED) or self.gathered(node)
+            if isinstance(layout, Sharded):
+                self.result.report.shards += 1
+                versions[layout] = self.emit(ops.shard._opoverload, *self.cut(whole, layout))
+                self.expect(versions[layout], layout, node)
+        return versions[layout]
+
+    def gathered(self, node: fx.Node) -> fx.Node:
+        """All of a sharded value on every rank: one all-gather."""
+        (layout, local), *_ = self.versions[node].items()
+        assert isinstance(layout, Sharded)
+        assert self.origin is not None
+        whole = self.emit(ops.unshard._opoverload, *self.cut(local, layout))
+        self.expect(whole, REPLICATED, node)
+        self.versions[node][REPLICATED] = whole
+        sent = _num_bytes(local) * (self.degree - 1)
+        report = self.result.report
+        if self.leaves(self.origin):
+            report.unshards += 1
+            report.unshard_bytes += sent
+        else:
+            report.regathers.append(
+                RegatherEntry(_op_name(self.origin), source_of(self.origin), self.reason(self.origin), sent)
+            )
+        return whole
+
+    def cut(self, value: fx.Node, layout: Sharded) -> tuple[Any, ...]:
+        return value, layout.dim, layout.spec(), self.degree, self.group
+
+    def leaves(self, node: fx.Node) -> bool:
+        """Does what is computed from here on only reach the outputs, without compute and without sharded values?
+
+        Then gathering here is gathering the output, a few cheap ops early.
+        """
+        seen, pending = set(), [node]
+        while pending:
+            n = pending.pop()
+            if n in seen or n.op == "output":
+                continue
+            seen.add(n)
+            plan = self.found.plans.get(n)
+            lies_sharded = plan and any(isinstance(x, Sharded) for x in (*plan.operands, *plan.outputs))
+            if is_compute(n) or n in self.found.whole or lies_sharded:
+                return False
+            pending += n.users
+        return True
+
+    def reason(self, node: fx.Node) -> str:
+        if node in self.found.sites:
+            return self.found.sites[node].reason
+        return self.found.regathered.get(node, "its operands are sharded along different dims")
+
+    # nodes
+
+    def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """A call in the new graph, run on fake tensors."""
+        node = self.graph.call_function(target, args, kwargs)
+        assert self.origin is not None
+        node.meta.update({k: self.origin.meta[k] for k in KEPT_META if k in self.origin.meta})
+        fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        node.meta["val"] = target(*fake_args, **fake_kwargs)
+        return node
+
+    def expect(self, new: fx.Node, layout: Layout, old: fx.Node) -> None:
+        self.result.expected[new] = (layout, old)
+
+    def node(self, node: fx.Node) -> None:
+        self.origin = node
+        if node.op == "placeholder":
+            self.define(node, self.placeholder(node), REPLICATED)
+        elif node.op == "get_attr":
+            new = self.graph.get_attr(str(node.target))
+            new.meta["val"] = node.meta.get("val")
+            self.define(node, new, REPLICATED)
+        elif node.op == "output":
+            self.outputs(node)
+        elif node.target is operator.getitem:
+            self.getitem(node)
+        elif node in self.sites:
+            self.site(self.sites[node])
+        else:
+            self.call(node)
+
+    def placeholder(self, node: fx.Node) -> fx.Node:
+        new = self.graph.placeholder(node.name)
+        new.meta["val"] = node.meta["val"]
+        new.meta["dynamo"] = node.meta["dynamo"]
+        return new
+
+    def define(self, old: fx.Node, new: fx.Node, layout: Any) -> None:
+        """``new`` holds ``old``; a tuple of layouts belongs to a tuple of values."""
+        if isinstance(layout, tuple) or not isinstance(new.meta.get("val"), Tensor):
+            self.plain[old] = new
+        else:
+            self.versions[old] = {layout: new}
+            self.expect(new, layout, old)
+
+    def getitem(self, node: fx.Node) -> None:
+        source, index = node.args
+        new = self.emit(operator.getitem, self.plain[source], index)  # type: ignore[index]
+        plan = self.found.plans.get(source)  # type: ignore[arg-type]
+        self.define(node, new, plan.outputs[index] if plan else REPLICATED)  # type: ignore[index]
+
+    def call(self, node: fx.Node) -> None:
+        plan = self.found.plans.get(node)
+        if not isinstance(node.target, torch._ops.OpOverload):
+            self.opaque(node)
+        elif plan is not None and plan.target is not None:
+            operands = Call(node, self.degree, lambda key, n: (Segment(n),)).operands
+            layouts = dict(zip(operands, plan.operands, strict=True))
+            arguments = fx.map_arg(plan.arguments, lambda n: self.value(n, layouts[n]))
+            local = [arguments[a.name] for a in plan.target._schema.arguments if a.name in arguments]
+            self.define(node, self.emit(plan.target, *local), _result(plan, node))
+        else:
+            args, kwargs = self.local_arguments(node, plan)
+            target = aten.reshape.default if node.target is aten.view.default else node.target
+            self.define(node, self.emit(target, *args, **kwargs), _result(plan, node))
+
+    def local_arguments(self, node: fx.Node, plan: Plan | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's arguments with every operand in the layout of the plan, each occurrence on its own."""
+        given = bind(node)
+        layouts = iter(plan.operands) if plan else None
+
+        def local(n: fx.Node) -> fx.Node:
+            if tensor_of(n) is None:
+                return self.plain[n]
+            return self.value(n, next(layouts) if layouts else REPLICATED)
+
+        mapped = {name: fx.map_arg(value, local) for name, value in given.items()}
+        schema = node.target._schema.arguments  # type: ignore[union-attr]
+        args = tuple(mapped[a.name] for a, _ in zip(schema, node.args, strict=False))
+        return args, {name: mapped[name] for name in node.kwargs}
+
+    def opaque(self, node: fx.Node) -> None:
+        """Autocast and grad-mode markers, control flow: on whole values, as captured."""
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda n: self.value(n, REPLICATED) if n in self.versions else self.plain[n]
+        )
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            new = self.graph.call_function(node.target, args, kwargs)
+            new.meta.update({k: node.meta[k] for k in (*KEPT_META, "val") if k in node.meta})
+        else:
+            new = self.emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        self.define(node, new, tuple(REPLICATED for _ in node.users))
+
+    # attention
+
+    def site(self, site: Site) -> None:
+        chosen = self.found.sites[site.node]
+        if chosen.exchange == "ulysses":
+            self.ulysses(site, chosen.plan)
+            collectives, sent = 2, self.exchanged_bytes
+        else:
+            self.call(site.node)
+            collectives, sent = 0, 0
+        self.result.report.attention.append(
+            AttentionEntry(
+                name=module_of(site.node),
+                source=source_of(site.node),
+                shape=(*site.shape("q"), site.shape("k")[-2]),
+                exchange=chosen.exchange,
+                kernel="sdpa",
+                reason=chosen.reason,
+                collectives=collectives,
+                bytes_per_rank=sent,
+            )
+        )
+
+    def ulysses(self, site: Site, plan: Plan) -> None:
+        """Q, K, V to whole sequences of some heads, the attention call as it was, and back."""
+        layouts = dict(zip(Call(site.node, self.degree, lambda key, n: ()).operands, plan.operands, strict=True))
+        dtype = site.node.meta["val"].dtype
+        q, k, v = (self.cast(self.value(n, layouts[n]), dtype) for n in (site.q, site.k, site.v))
+        q_spec, kv_spec = layouts[site.q].spec(), layouts[site.k].spec()  # type: ignore[union-attr]
+        moved = self.emit(ops.ulysses_in._opoverload, q, k, v, q_spec, kv_spec, self.degree, self.group)
+        by_name = {name: self.emit(operator.getitem, moved, i) for i, name in enumerate(("query", "key", "value"))}
+        if site.mask is not None:
+            by_name["attn_mask"] = self.heads_of_mask(site)
+        schema = site.node.target._schema.arguments  # type: ignore[union-attr]
+        names = [a.name for a, _ in zip(schema, site.node.args, strict=False)]
+        args = [by_name.get(name, arg) for name, arg in zip(names, site.node.args, strict=True)]
+        kwargs = {name: by_name.get(name, arg) for name, arg in site.node.kwargs.items()}
+        attended = self.emit(site.node.target, *args, **kwargs)  # type: ignore[arg-type]
+        out = self.emit(ops.ulysses_out._opoverload, attended, q_spec, self.degree, self.group)
+        self.define(site.node, out, plan.outputs[0])
+        sent = sum(_num_bytes(x) for x in (q, k, v, out))
+        self.exchanged_bytes = sent * (self.degree - 1) // self.degree
+
+    def cast(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """Under autocast the attention call would cast; doing it before the exchange moves fewer bytes."""
+        if value.meta["val"].dtype == dtype:
+            return value
+        return self.emit(aten._to_copy.default, value, dtype=dtype)
+
+    def heads_of_mask(self, site: Site) -> fx.Node:
+        """The mask in global token order, cut to this rank's heads if it differs between heads."""
+        assert site.mask is not None
+        shape, num_heads = site.shape("mask"), site.shape("q")[-3]
+        if len(shape) >= 3 and shape[-3] == num_heads > 1:
+            return self.value(site.mask, Sharded(len(shape) - 3, (Segment(num_heads),)))
+        return self.value(site.mask, REPLICATED)
+
+    # results
+
+    def outputs(self, node: fx.Node) -> None:
+        """Whole results with the strides they had, and those that lie in another's memory again in it."""
+        results: list[Any] = list(node.args[0])  # type: ignore[arg-type]
+        stand_ins = self.captured.stand_ins
+        for i, result in enumerate(results):
+            if isinstance(result, fx.Node) and i not in stand_ins:
+                whole = self.value(result, REPLICATED) if result in self.versions else self.plain[result]
+                results[i] = self.restrided(whole, result)
+        for i, (base, size, stride, offset) in stand_ins.items():
+            owner = results[base] if isinstance(base, int) else self.value(base, REPLICATED)
+            val = owner.meta["val"]
+            same = (val.shape, val.stride(), val.storage_offset()) == (size, stride, offset)
+            results[i] = owner if same else self.emit(aten.as_strided.default, owner, list(size), list(stride), offset)
+        self.graph.output(tuple(results))
+
+    def restrided(self, whole: fx.Node, captured: fx.Node) -> fx.Node:
+        """``whole`` with the captured value's strides, if those are dense: callers may have looked at them."""
+        have, want = tensor_of(whole), tensor_of(captured)
+        if have is None or want is None or have.stride() == want.stride():
+            return whole
+        order = sorted(range(want.dim()), key=lambda d: (-want.stride()[d], d))
+        dense = torch.empty_like(want).permute(order).is_contiguous() and want.permute(order).is_contiguous()
+        if not dense:
+            return whole
+        packed = self.emit(
+            aten.clone.default, self.emit(aten.permute.default, whole, order), memory_format=torch.contiguous_format
+        )
+        return self.emit(aten.permute.default, packed, [order.index(d) for d in range(want.dim())])
+
+
+def _result(plan: Plan | None, node: fx.Node) -> Any:
+    if not isinstance(node.meta["val"], Tensor):
+        return plan.outputs if plan else (REPLICATED,)
+    return plan.outputs[0] if plan else REPLICATED
+
+
+def _num_bytes(node: fx.Node) -> int:
+    value: Tensor = node.meta["val"]
+    return value.numel() * value.element_size()
+
+
+def _op_name(node: fx.Node) -> str:
+    return str(node.target).removesuffix(".default")

@@ -1,0 +1,77 @@
+"""Stage 2: every attention call of the graph, as one canonical record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from spcompile.call import bind
+from spcompile.errors import UnsupportedGraphError
+from spcompile.source import place
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention call: q [..., H, S, D], k [..., G, T, D], v [..., G, T, E], mask broadcast to [..., H, S, T]."""
+
+    node: fx.Node
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    mask: fx.Node | None
+    dropout: float
+    causal: bool
+    grouped: bool
+
+    def shape(self, which: str) -> tuple[int, ...]:
+        return tuple(getattr(self, which).meta["val"].shape)
+
+    @property
+    def num_query_tokens(self) -> int:
+        return self.shape("q")[-2]
+
+    @property
+    def cost(self) -> int:
+        """Multiply-adds of the scores: which site matters most."""
+        q = self.shape("q")
+        return torch.Size(q).numel() * self.shape("k")[-2]
+
+
+def _sdpa(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "q": arguments["query"],
+        "k": arguments["key"],
+        "v": arguments["value"],
+        "mask": arguments["attn_mask"],
+        "dropout": arguments["dropout_p"],
+        "causal": arguments["is_causal"],
+        "grouped": arguments["enable_gqa"],
+    }
+
+
+ATTENTION = {aten.scaled_dot_product_attention.default: _sdpa}
+"""Attention op -> from its arguments by name to the fields of a `Site`."""
+
+
+def has_attention(module: fx.GraphModule) -> bool:
+    """Is there an attention call anywhere, nested graphs included?"""
+    graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
+    return any(n.target in ATTENTION for g in graphs for n in g.nodes)
+
+
+def find_sites(module: fx.GraphModule) -> list[Site]:
+    """All sites of a captured graph, in order. Raises `UnsupportedGraphError` for one inside control flow."""
+    for node in module.graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            bodies = [getattr(module, str(a.target)) for a in node.all_input_nodes if a.op == "get_attr"]
+            if any(isinstance(b, fx.GraphModule) and has_attention(b) for b in bodies):
+                raise UnsupportedGraphError(
+                    f"{place(node)}: attention inside `{node.target}`, whose branches are compiled apart. "
+                    "Move the attention out of it, or decide in Python before the compiled model is called."
+                )
+    return [Site(node, **ATTENTION[node.target](bind(node))) for node in module.graph.nodes if node.target in ATTENTION]

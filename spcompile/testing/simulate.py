@@ -1,0 +1,177 @@
+"""All ranks of a group in one process: the same rewritten graph, run node by node for every rank in lockstep.
+
+PyTorch's own ways were tried first. Its threaded process group replaces the global process group while it is
+installed and gives every rank the one random generator of the process; `LocalTensorMode` runs an opaque custom
+op once per rank, so that a collective inside one finds no peers. Exchanges here are generators (see
+`spcompile.ops.wire`), so lockstep needs neither, and runs the very code of the real ops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from spcompile import ops
+from spcompile.config import Config, make_config
+from spcompile.errors import SPConfigError, through_dynamo
+from spcompile.pipeline import distribute
+from spcompile.report import Report
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """``outputs[r]`` is what rank r returned; ``report`` is what `spcompile.Backend.report` would say."""
+
+    outputs: list[Any]
+    report: Report
+
+
+def simulate(
+    model: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    sp: int | None = None,
+    **backend_options: Any,
+) -> Simulation:
+    """Run ``model(*args, **kwargs)`` as ``sp`` ranks would, in this process, without a launcher.
+
+    Args:
+        model: a module or function, as for ``torch.compile``. Its parameters and buffers are left as found.
+        args, kwargs: the full inputs, which every rank gets. Tensors among them are left as found.
+        sp, backend_options: as for `spcompile.backend`; ``inner`` is always ``"eager"``.
+
+    Returns:
+        A `Simulation`: one output per rank, and the report.
+
+    Raises:
+        SPError: what `spcompile.backend` would raise.
+
+    Example::
+
+        run = spcompile.testing.simulate(model, kwargs=inputs, sp=4)
+        for out in run.outputs:
+            torch.testing.assert_close(out, model(**inputs))
+    """
+    if backend_options.pop("inner", "eager") != "eager":
+        raise SPConfigError("simulate runs the rewritten graph eagerly; leave inner= out")
+    if backend_options.pop("mesh", None) is not None:
+        raise SPConfigError("simulate needs no process group; leave mesh= out")
+    defaults = {"ulysses": None, "ring": None, "kv_gather": None, "kernel": "auto", "options": None,
+                "strict": False, "min_tokens": 1, "dump": None}  # fmt: skip
+    config = make_config(sp, inner="eager", **(defaults | backend_options))
+    if config.degree is None:
+        raise SPConfigError("simulate needs a number of ranks: sp=2, for example")
+    backend = _Backend(config, config.degree)
+    kwargs = dict(kwargs or {})
+    outputs = []
+    limits = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
+    with torch.no_grad(), torch._dynamo.config.patch(limits):  # past its limit Dynamo would run the model as it is
+        compiled = torch.compile(model, backend=backend)
+        for backend.rank in range(config.degree):
+            with _left_as_found([model, args, kwargs]):
+                outputs.append(pytree.tree_map(_copied, compiled(*args, **kwargs)))
+    return Simulation(outputs, backend.report)
+
+
+class _Backend:
+    """Compiles each graph for all ranks and returns the results of the rank of the moment."""
+
+    def __init__(self, config: Config, degree: int) -> None:
+        self.config, self.degree, self.rank = config, degree, 0
+        self.report = Report(degree=degree)
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        local = None
+        if self.degree > 1:
+            with through_dynamo():
+                local = distribute(module, example_inputs, self.config, self.degree, "simulated", self.report.graphs)
+        if local is None:
+            return module.forward
+        self.report.add(local.report)
+        run = _Lockstep(local.module, self.degree)
+        return lambda *inputs: run(self.rank, inputs)
+
+
+class _Lockstep:
+    """Runs a rewritten graph for all ranks. Calls with the inputs of the last one return its results."""
+
+    def __init__(self, module: fx.GraphModule, degree: int) -> None:
+        self.module, self.degree = module, degree
+        self.writes = any(n.target is aten.copy_.default for n in module.graph.nodes)
+        self.last: tuple[list[Any], list[tuple[Any, ...]]] | None = None
+
+    def __call__(self, rank: int, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        key = [(id(x), x._version if isinstance(x, Tensor) and not x.is_inference() else 0) for x in inputs]
+        if self.last is None or self.last[0] != key or self.writes:
+            self.last = key, self.run(rank, inputs)
+            self.held = inputs  # so that no id is used again
+        return self.last[1][rank]
+
+    def run(self, rank: int, inputs: Sequence[Any]) -> list[tuple[Any, ...]]:
+        env: dict[fx.Node, list[Any]] = {}
+        given = iter(inputs)
+        for node in self.module.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = [next(given)] * self.degree
+            elif node.op == "get_attr":
+                env[node] = [_attribute(self.module, node.target)] * self.degree
+            elif node.op == "output":
+                return [_of_rank(node.args[0], env, r) for r in range(self.degree)]
+            else:
+                env[node] = self.call(node, env, rank)
+        raise AssertionError("a graph without output")
+
+    def call(self, node: fx.Node, env: dict[fx.Node, list[Any]], rank: int) -> list[Any]:
+        target: Any = node.target
+        per_rank = [_of_rank((node.args, node.kwargs), env, r) for r in range(self.degree)]
+        program = ops.PROGRAMS.get(target)
+        if program is not None:
+            return ops.wire.in_lockstep([program(r, *args[:-1]) for r, (args, _) in enumerate(per_rank)])
+        if target is aten.copy_.default:  # all ranks share the one input here
+            args, _ = per_rank[rank]
+            return [target(*args)] * self.degree
+        if all(env[n][r] is env[n][0] for n in node.all_input_nodes for r in range(self.degree)):
+            args, kwargs = per_rank[0]  # the same call on every rank, random draws included
+            return [target(*args, **kwargs)] * self.degree
+        return [target(*args, **kwargs) for args, kwargs in per_rank]
+
+
+def _of_rank(arguments: Any, env: Mapping[fx.Node, list[Any]], rank: int) -> Any:
+    """Arguments with every node replaced by what it is on one rank."""
+    return fx.map_arg(arguments, lambda n: env[n][rank])
+
+
+def _attribute(module: torch.nn.Module, path: str) -> Any:
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+@contextlib.contextmanager
+def _left_as_found(values: Sequence[Any]) -> Iterator[None]:
+    """Parameters, buffers and tensors among ``values`` get their contents back."""
+    tensors: list[Tensor] = []
+    for value in pytree.tree_leaves(values):
+        if isinstance(value, torch.nn.Module):
+            tensors += [*value.parameters(), *value.buffers()]
+        elif isinstance(value, Tensor):
+            tensors.append(value)
+    before = [(t, t._version, t.clone()) for t in tensors if not t.is_inference()]
+    yield
+    for tensor, version, saved in before:
+        if tensor._version != version:
+            tensor.copy_(saved)

@@ -1,0 +1,73 @@
+"""Stage 6: the rewritten graph against what its layouts promise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from spcompile.errors import UnsupportedGraphError
+from spcompile.report import Report
+from spcompile.rewrite import Rewritten
+from spcompile.sites import ATTENTION, Site
+from spcompile.source import place
+
+aten = torch.ops.aten
+
+NEEDS_STRIDES = {aten.as_strided.default, aten.view.dtype}
+"""Ops that read memory rather than dims: right only on the strides of the captured graph."""
+
+
+def verify(rewritten: Rewritten, sites: Sequence[Site], degree: int) -> None:
+    """Raises `UnsupportedGraphError` unless every value has its layout's local shape and every site was handled."""
+    for node, (layout, captured) in rewritten.expected.items():
+        value, whole = node.meta["val"], captured.meta["val"]
+        want = layout.local_shape(whole.shape, degree)
+        if list(value.shape) != want or value.dtype != whole.dtype:
+            raise UnsupportedGraphError(
+                f"{place(node)}: `{node.target}` should give {want} {whole.dtype} on each rank, "
+                f"and gives {list(value.shape)} {value.dtype}. This is a defect of spcompile; please report it."
+            )
+        if node.target in NEEDS_STRIDES and _input_strides(node) != _input_strides(captured):
+            raise UnsupportedGraphError(
+                f"{place(node)}: `{node.target}` reads memory by strides, which sharding changed. "
+                "Use view, reshape or slicing instead."
+            )
+    _count_sites(rewritten, sites)
+
+
+def _input_strides(node: fx.Node) -> list[tuple[int, ...]]:
+    return [n.meta["val"].stride() for n in node.all_input_nodes]
+
+
+def _count_sites(rewritten: Rewritten, sites: Sequence[Site]) -> None:
+    left = sum(n.target in ATTENTION for n in rewritten.graph.nodes)
+    if not left == len(rewritten.report.attention) == len(sites):
+        raise UnsupportedGraphError(
+            f"{len(sites)} attention calls were captured, {len(rewritten.report.attention)} were handled and {left} "
+            "are in the rewritten graph. This is a defect of spcompile; please report it."
+        )
+
+
+def require_distributed(sites: Sequence[Site], report: Report) -> None:
+    """Refuse a graph whose attention all stays on every rank: the user asked for more ranks and would get none."""
+    if any(entry.exchange != "replicated" for entry in report.attention):
+        return
+    reasons = "\n".join(f"  {e.name} ({e.source}): {e.reason}" for e in report.attention)
+    raise UnsupportedGraphError(
+        f"attention was found {len(sites)} times and none of it can be distributed:\n{reasons}\n"
+        "Use sp=1, or change what the reasons name."
+    )
+
+
+def require_strict(report: Report) -> None:
+    """``strict=True``: no regather and no replicated site."""
+    problems = [f"  regather before `{r.op}` ({r.source}): {r.reason}" for r in report.regathers]
+    problems += [
+        f"  {e.name} ({e.source}) stays replicated: {e.reason}" for e in report.attention if e.exchange == "replicated"
+    ]
+    if problems:
+        raise UnsupportedGraphError(
+            "strict=True, and the graph needs:\n" + "\n".join(problems) + "\nDrop strict to accept that cost."
+        )
