@@ -80,12 +80,12 @@ class Report:
 
     def __str__(self) -> str:
         buffer = io.StringIO()
-        console = Console(file=buffer, width=120)
+        console = Console(file=buffer, width=140)
         console.print(self._summary())
         if self.attention:
             console.print(_table("attention", _grouped(self.attention)))
         if self.regathers:
-            console.print(_table("regathers", [asdict(r) for r in self.regathers]))
+            console.print(_table("regathers", [asdict(r) | {"source": _short(r.source)} for r in self.regathers]))
         return buffer.getvalue().rstrip()
 
     def _summary(self) -> str:
@@ -101,13 +101,18 @@ def _grouped(entries: list[AttentionEntry]) -> list[dict[str, Any]]:
     """Sites that differ only in their name share a row."""
     rows: dict[Any, dict[str, Any]] = {}
     for e in entries:
-        row = asdict(e) | {"shape": "x".join(map(str, e.shape))}
+        row = asdict(e) | {"shape": "x".join(map(str, e.shape)), "source": _short(e.source)}
         key = tuple(v for k, v in row.items() if k != "name")
         if key in rows:
             rows[key]["sites"] += 1
         else:
             rows[key] = {"sites": 1, "first site": row.pop("name"), **row}
     return list(rows.values())
+
+
+def _short(source: str) -> str:
+    """The last two parts of a path: enough to find it, and it fits a row."""
+    return "/".join(source.split("/")[-2:])
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:

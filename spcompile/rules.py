@@ -258,8 +258,8 @@ def expand(call: Call) -> tuple[Names, Names]:
 
 def repeat(call: Call) -> tuple[Names, Names]:
     """Dims repeated once pass."""
-    repeats = call.arguments.get("repeats", call.arguments.get("dims"))
-    repeats = [1] * (call.rank(0) - len(repeats)) + list(repeats)
+    given: Any = call.arguments.get("repeats", call.arguments.get("dims"))
+    repeats = [1] * (call.rank(0) - len(given)) + list(given)
     first = len(repeats) - call.rank(0)
     kept: list[Name] = [first + d if repeats[first + d] == 1 else None for d in range(call.rank(0))]
     return [kept], [[None] * first + kept]
