@@ -6,6 +6,10 @@
 | `unshard` | the whole tensor from all chunks | 1 all-gather |
 | `ulysses_in` | tokens sharded -> heads sharded, Q, K and V together | 1 all-to-all |
 | `ulysses_out` | heads sharded -> tokens sharded | 1 all-to-all |
+| `kv_gather` | the keys and values of all ranks, both together | 1 all-gather |
+| `attention` | a named kernel, causal blocks, the ring | ring - 1 sends |
+| `local_mask` | this rank's heads and rows of a mask | none |
+| `attention_call` | one form for recognised calls, in captured graphs only | none |
 
 Each op's program (what one rank packs, sends and unpacks) is in `PROGRAMS`; `reference` has the oracles.
 """
@@ -14,17 +18,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from spcompile.ops import chunks, reference, sharding, ulysses, wire
+from torch._ops import OpOverload
+
+from spcompile.ops import blockwise, chunks, gathering, kernels, masks, reference, sharding, ulysses, wire
+from spcompile.ops import mesh as meshes
+from spcompile.ops.blockwise import attention
+from spcompile.ops.calls import attention_call
+from spcompile.ops.gathering import kv_gather
+from spcompile.ops.masks import local_mask
 from spcompile.ops.sharding import shard, unshard
 from spcompile.ops.ulysses import ulysses_in, ulysses_out
-from torch._ops import OpOverload
 
 PROGRAMS: dict[OpOverload, Callable[..., wire.Program]] = {
     shard._opoverload: sharding.shard_program,
     unshard._opoverload: sharding.unshard_program,
     ulysses_in._opoverload: ulysses.in_program,
     ulysses_out._opoverload: ulysses.out_program,
+    kv_gather._opoverload: gathering.program,
+    attention._opoverload: blockwise.program,
+    local_mask._opoverload: masks.program,
 }
-"""Op -> its program ``(rank, *op arguments without the group)``."""
+"""Op -> its program ``(rank, *op arguments without the group)``; the mesh is the last of them."""
 
-__all__ = ["PROGRAMS", "chunks", "reference", "shard", "ulysses_in", "ulysses_out", "unshard", "wire"]
+__all__ = [
+    "PROGRAMS",
+    "attention",
+    "attention_call",
+    "chunks",
+    "kernels",
+    "kv_gather",
+    "local_mask",
+    "meshes",
+    "reference",
+    "shard",
+    "ulysses_in",
+    "ulysses_out",
+    "unshard",
+    "wire",
+]

@@ -8,7 +8,9 @@ A cut dim is described by plain ints, so that it can stand in an op's schema::
 
 The dim's extent is ``outer * sum(segments) * inner``. Every segment of ``n`` tokens is cut into P chunks
 of ``ceil(n / P)`` tokens; what the last chunks lack is padding, zeros that no real token ever reads.
-Chunk i lives on rank i. Everything here is local: no communication, no rank of our own.
+Chunk i lives on rank i; for a segment written ``-n``, on rank P - 1 - i (the tail halves of a balanced
+causal ring). A rank may hold ``span`` neighbouring chunks as one block; with ``span`` = P it holds the whole
+dim and no padding. Everything here is local: no communication, no rank of our own.
 """
 
 from __future__ import annotations
@@ -21,83 +23,119 @@ from torch import Tensor
 
 def chunk_tokens(num_tokens: int, degree: int) -> int:
     """Tokens of one segment that each rank holds, padding included."""
-    return -(-num_tokens // degree)
+    return -(-abs(num_tokens) // degree)
+
+
+def block_tokens(num_tokens: int, degree: int, span: int) -> int:
+    """Tokens of one segment in a block of ``span`` chunks; the block of all chunks has no padding."""
+    return abs(num_tokens) if span == degree else span * chunk_tokens(num_tokens, degree)
+
+
+def extent(layout: Sequence[int], degree: int, span: int = 1) -> int:
+    """Extent of the dim for one that holds ``span`` of its ``degree`` chunks."""
+    outer, inner, *segments = layout
+    return outer * sum(block_tokens(n, degree, span) for n in segments) * inner
 
 
 def global_extent(layout: Sequence[int]) -> int:
     """Extent of the whole dim."""
-    outer, inner, *segments = layout
-    return outer * sum(segments) * inner
+    return extent(layout, 1)
 
 
 def local_extent(layout: Sequence[int], degree: int) -> int:
     """Extent of one rank's share of the dim, padding included."""
-    outer, inner, *segments = layout
-    return outer * sum(chunk_tokens(n, degree) for n in segments) * inner
+    return extent(layout, degree)
 
 
-def check(layout: Sequence[int], degree: int, extent: int, *, local: bool) -> None:
-    """Refuse a layout that does not describe a dim of ``extent``. Raises ``ValueError``."""
-    if degree < 1 or len(layout) < 3 or any(n < 0 for n in layout):
+def check(layout: Sequence[int], degree: int, size: int, *, span: int) -> None:
+    """Refuse a layout that does not describe a dim of ``size`` holding ``span`` chunks. Raises ``ValueError``."""
+    if degree < 1 or len(layout) < 3 or layout[0] < 0 or layout[1] < 0:
         raise ValueError(f"layout {list(layout)} for degree {degree}: want [outer, inner, *segments] and degree >= 1")
-    want = local_extent(layout, degree) if local else global_extent(layout)
-    if extent != want:
-        side = "one rank's share" if local else "the whole dim"
-        raise ValueError(f"layout {list(layout)} over {degree} ranks makes {side} {want} long, the tensor has {extent}")
+    want = extent(layout, degree, span)
+    if size != want:
+        raise ValueError(
+            f"layout {list(layout)} over {degree} ranks makes {span} of {degree} chunks {want} long, "
+            f"the tensor has {size}"
+        )
 
 
-def take_into(out: Tensor, x: Tensor, dim: int, layout: Sequence[int], rank: int, degree: int) -> None:
-    """Write rank ``rank``'s chunk of ``x`` into ``out`` (same shape but for ``dim``), padding with zeros."""
+def first_token(num_tokens: int, degree: int, span: int, block: int) -> tuple[int, int]:
+    """(first token, number of real tokens) of block ``block`` of a segment."""
+    if num_tokens < 0:
+        block = degree // span - 1 - block
+    size = block_tokens(num_tokens, degree, span)
+    first = min(block * size, abs(num_tokens))
+    return first, min(size, abs(num_tokens) - first)
+
+
+def cut_into(
+    out: Tensor, x: Tensor, dim: int, layout: Sequence[int], degree: int, span: int, part: int, parts: int
+) -> None:
+    """Write part ``part`` of ``parts`` of a block ``x`` of ``span`` chunks into ``out``, padding with zeros.
+
+    ``out`` has the shape of ``x`` but for ``dim``.
+    """
     outer, inner, *segments = layout
-    src = x.unflatten(dim, (outer, sum(segments), inner))
-    dst = out.unflatten(dim, (outer, local_extent([1, 1, *segments], degree), inner))
+    src = x.unflatten(dim, (outer, extent([1, 1, *segments], degree, span), inner))
+    dst = out.unflatten(dim, (outer, extent([1, 1, *segments], degree, span // parts), inner))
     src_start = dst_start = 0
     for n in segments:
-        chunk = chunk_tokens(n, degree)
-        first = min(rank * chunk, n)
-        valid = min(chunk, n - first)
+        have, size = block_tokens(n, degree, span), block_tokens(n, degree, span // parts)
+        first = min((parts - 1 - part if n < 0 else part) * size, have)
+        valid = min(size, have - first)
         dst.narrow(dim + 1, dst_start, valid).copy_(src.narrow(dim + 1, src_start + first, valid))
-        if valid < chunk:
-            dst.narrow(dim + 1, dst_start + valid, chunk - valid).zero_()
-        src_start, dst_start = src_start + n, dst_start + chunk
+        if valid < size:
+            dst.narrow(dim + 1, dst_start + valid, size - valid).zero_()
+        src_start, dst_start = src_start + have, dst_start + size
+
+
+def cut(x: Tensor, dim: int, layout: Sequence[int], degree: int, span: int, part: int, parts: int) -> Tensor:
+    """Part ``part`` of ``parts`` of a block ``x`` of ``span`` chunks: a new contiguous tensor, never a view."""
+    shape = list(x.shape)
+    shape[dim] = extent(layout, degree, span // parts)
+    out = x.new_empty(shape)
+    cut_into(out, x, dim, layout, degree, span, part, parts)
+    return out
 
 
 def take(x: Tensor, dim: int, layout: Sequence[int], rank: int, degree: int) -> Tensor:
-    """Rank ``rank``'s chunk of ``x`` along ``dim``: a new contiguous tensor, never a view."""
-    shape = list(x.shape)
-    shape[dim] = local_extent(layout, degree)
-    out = x.new_empty(shape)
-    take_into(out, x, dim, layout, rank, degree)
-    return out
+    """Rank ``rank``'s chunk of a whole ``x`` along ``dim``: a new contiguous tensor, never a view."""
+    return cut(x, dim, layout, degree, degree, rank, degree)
 
 
-def join(parts: Tensor, dim: int, layout: Sequence[int]) -> Tensor:
-    """The whole dim from all ranks' chunks ``parts`` [P, ...local...]: global order, padding dropped, contiguous."""
-    degree = parts.shape[0]
+def join(parts: Tensor, dim: int, layout: Sequence[int], degree: int, span: int = 1) -> Tensor:
+    """One block from the neighbouring blocks ``parts`` [n, ...] of ``span`` chunks each, in global order, contiguous.
+
+    If all chunks are there the padding is dropped.
+    """
+    count = parts.shape[0]
     outer, inner, *segments = layout
     shape = list(parts.shape[1:])
-    shape[dim] = global_extent(layout)
+    shape[dim] = extent(layout, degree, span * count)
     out = parts.new_empty(shape)
-    dst = out.unflatten(dim, (outer, sum(segments), inner))
-    src = parts.unflatten(dim + 1, (outer, local_extent([1, 1, *segments], degree), inner))
+    dst = out.unflatten(dim, (outer, extent([1, 1, *segments], degree, span * count), inner))
+    src = parts.unflatten(dim + 1, (outer, extent([1, 1, *segments], degree, span), inner))
     dst_start = src_start = 0
     for n in segments:
-        chunk = chunk_tokens(n, degree)
-        piece = src.narrow(dim + 2, src_start, chunk)
-        if n == chunk * degree:  # no padding: one copy for all ranks
-            whole = dst.narrow(dim + 1, dst_start, n).unflatten(dim + 1, (degree, chunk))
+        size, total = block_tokens(n, degree, span), block_tokens(n, degree, span * count)
+        piece = src.narrow(dim + 2, src_start, size)
+        if n < 0:
+            piece = piece.flip(0)
+        if total == size * count:  # no padding to drop: one copy for all parts
+            whole = dst.narrow(dim + 1, dst_start, total).unflatten(dim + 1, (count, size))
             whole.movedim(dim + 1, 0).copy_(piece)
         else:
-            for rank in range(degree):
-                first = min(rank * chunk, n)
-                valid = min(chunk, n - first)
-                dst.narrow(dim + 1, dst_start + first, valid).copy_(piece[rank].narrow(dim + 1, 0, valid))
-        dst_start, src_start = dst_start + n, src_start + chunk
+            for i in range(count):
+                first = min(i * size, total)
+                valid = min(size, total - first)
+                dst.narrow(dim + 1, dst_start + first, valid).copy_(piece[i].narrow(dim + 1, 0, valid))
+        dst_start, src_start = dst_start + total, src_start + size
     return out
 
 
-def fake_resized(x: Tensor, dim: int, extent: int) -> Tensor:
-    """A contiguous tensor like ``x`` with ``dim`` resized: what `take` and `join` return, for fake tensors."""
+def fake_resized(x: Tensor, *sizes: tuple[int, int]) -> Tensor:
+    """A contiguous tensor like ``x`` with (dim, size) pairs replaced: what the ops return."""
     shape = list(x.shape)
-    shape[dim] = extent
+    for dim, size in sizes:
+        shape[dim] = size
     return torch.empty(shape, dtype=x.dtype, device=x.device)

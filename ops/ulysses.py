@@ -1,10 +1,12 @@
-"""Ulysses: all-to-all between "every rank has some tokens of all heads" and "all tokens of some heads".
+"""Ulysses: all-to-all between "a rank has some tokens of all heads" and "more tokens of some heads".
 
 Source: DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv:2309.14509).
 
 Shapes: B batch (any number of leading dims), H query heads, G key/value heads, S query tokens, T key tokens,
-D / E head dims, P ranks. The token dim is -2 and the head dim -3, as in ``scaled_dot_product_attention``.
-``q_layout`` and ``kv_layout`` are ``[1, 1, *segments]`` (see `spcompile.ops.chunks`).
+D / E head dims, P ranks, u of them along the mesh's ulysses axis; a block is u chunks of the tokens (all of
+them, without padding, if u = P). The token dim is -2 and the head dim -3, as in ``scaled_dot_product_attention``.
+``q_layout`` and ``kv_layout`` are ``[1, 1, *segments]`` (see `spcompile.ops.chunks`), ``mesh`` is
+``[ring, kv_gather, ulysses]``.
 """
 
 from __future__ import annotations
@@ -13,59 +15,95 @@ import math
 from collections.abc import Sequence
 
 import torch
-from spcompile.ops import chunks, wire
 from torch import Tensor
 
+from spcompile.ops import chunks, wire
+from spcompile.ops import mesh as meshes
+from spcompile.ops.heads import HeadShare
 
-def _check_in(q: Tensor, k: Tensor, v: Tensor, q_layout: Sequence[int], kv_layout: Sequence[int], degree: int) -> None:
+
+def _check_in(
+    q: Tensor, k: Tensor, v: Tensor, q_layout: Sequence[int], kv_layout: Sequence[int], mesh: Sequence[int]
+) -> HeadShare:
+    meshes.check(mesh)
     for name, x, layout in (("q", q, q_layout), ("k", k, kv_layout), ("v", v, kv_layout)):
         if x.dim() < 3:
             raise ValueError(f"{name} has shape {tuple(x.shape)}: want [..., heads, tokens, head_dim]")
-        if x.shape[-3] % degree:
-            raise ValueError(f"{name} has {x.shape[-3]} heads, which {degree} ranks cannot share equally")
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}: want the same")
-        chunks.check(layout, degree, x.shape[-2], local=True)
+        chunks.check(layout, meshes.degree(mesh), x.shape[-2], span=1)
+    if k.shape[-3] != v.shape[-3]:
+        raise ValueError(f"k has {k.shape[-3]} heads and v {v.shape[-3]}: want the same")
+    return HeadShare(q.shape[-3], k.shape[-3], mesh[2])
 
 
-def _check_out(o: Tensor, q_layout: Sequence[int], degree: int) -> None:
-    if o.dim() < 3:
-        raise ValueError(f"o has shape {tuple(o.shape)}: want [..., heads, tokens, head_dim]")
-    chunks.check(q_layout, degree, o.shape[-2], local=False)
+def _check_out(o: Tensor, num_heads: int, q_layout: Sequence[int], mesh: Sequence[int]) -> None:
+    meshes.check(mesh)
+    share = HeadShare(num_heads, num_heads, mesh[2])
+    if o.dim() < 3 or o.shape[-3] != share.local:
+        raise ValueError(f"o has shape {tuple(o.shape)}: want [..., {share.local} heads, tokens, head_dim]")
+    chunks.check(q_layout, meshes.degree(mesh), o.shape[-2], span=mesh[2])
 
 
-def _heads_first(x: Tensor, degree: int) -> Tensor:
-    """[..., H, S, D] -> a view [P, ..., H / P, S, D]: slice i holds the heads of rank i."""
-    return x.unflatten(-3, (degree, x.shape[-3] // degree)).movedim(-4, 0)
+def _pack_queries(slots: Tensor, q: Tensor, share: HeadShare) -> None:
+    """Fill ``slots`` [u, ..., H / u, S, D] with each rank's query heads, padding heads with zeros."""
+    for to, slot in enumerate(slots):
+        start, end = share.queries(to)
+        slot.narrow(-3, 0, end - start).copy_(q.narrow(-3, start, end - start))
+        slot.narrow(-3, end - start, share.local - (end - start)).zero_()
+
+
+def _pack_keys(slots: Tensor, x: Tensor, share: HeadShare) -> None:
+    """Fill ``slots`` [u, ..., sent, T, D] with the key/value heads that each rank needs."""
+    for to, slot in enumerate(slots):
+        slot.copy_(x.narrow(-3, share.keys(to), share.sent))
 
 
 def in_program(
-    rank: int, q: Tensor, k: Tensor, v: Tensor, q_layout: Sequence[int], kv_layout: Sequence[int], degree: int
+    rank: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_layout: Sequence[int],
+    kv_layout: Sequence[int],
+    mesh: Sequence[int],
 ) -> wire.Program:
     """This rank's part of `ulysses_in`: Q, K and V packed in one buffer, one all-to-all."""
-    _check_in(q, k, v, q_layout, kv_layout, degree)
-    parts = [_heads_first(x, degree) for x in (q, k, v)]
-    sizes = [math.prod(p.shape[1:]) for p in parts]
-    send = q.new_empty((degree, sum(sizes)))
-    for slot, part in zip(send.split(sizes, dim=1), parts, strict=True):
-        slot.view(part.shape).copy_(part)
-    received = yield wire.AllToAll(send)
-    slots = [slot.view(p.shape) for slot, p in zip(received.split(sizes, dim=1), parts, strict=True)]
-    dim = q.dim() - 2
-    return tuple(chunks.join(s, dim, lay) for s, lay in zip(slots, (q_layout, kv_layout, kv_layout), strict=True))
+    share = _check_in(q, k, v, q_layout, kv_layout, mesh)
+    degree, width, dim = meshes.degree(mesh), mesh[2], q.dim() - 2
+    heads = (share.local, share.sent, share.sent)
+    shapes = [[*x.shape[:-3], n, x.shape[-2], x.shape[-1]] for x, n in zip((q, k, v), heads, strict=True)]
+    sizes = [math.prod(s) for s in shapes]
+    send = q.new_empty((width, sum(sizes)))
+    slots = [slot.view(width, *s) for slot, s in zip(send.split(sizes, dim=1), shapes, strict=True)]
+    _pack_queries(slots[0], q, share)
+    _pack_keys(slots[1], k, share)
+    _pack_keys(slots[2], v, share)
+    received = yield wire.AllToAll(send, "ulysses")
+    got = [slot.view(width, *s) for slot, s in zip(received.split(sizes, dim=1), shapes, strict=True)]
+    layouts = (q_layout, kv_layout, kv_layout)
+    q, k, v = (chunks.join(g, dim, layout, degree) for g, layout in zip(got, layouts, strict=True))
+    if not share.uniform:
+        index = torch.tensor(share.index(meshes.coordinate(mesh, rank, "ulysses")), device=q.device)
+        k, v = k.index_select(-3, index), v.index_select(-3, index)
+    return q, k, v
 
 
-def out_program(rank: int, o: Tensor, q_layout: Sequence[int], degree: int) -> wire.Program:
+def out_program(rank: int, o: Tensor, num_heads: int, q_layout: Sequence[int], mesh: Sequence[int]) -> wire.Program:
     """This rank's part of `ulysses_out`: each rank's tokens of our heads, one all-to-all."""
-    _check_out(o, q_layout, degree)
+    _check_out(o, num_heads, q_layout, mesh)
     *batch, heads, _, head_dim = o.shape
+    degree, width = meshes.degree(mesh), mesh[2]
     tokens = chunks.local_extent(q_layout, degree)
-    send = o.new_empty((degree, *batch, heads, tokens, head_dim))
-    for to in range(degree):
-        chunks.take_into(send[to], o, o.dim() - 2, q_layout, to, degree)
-    received = yield wire.AllToAll(send)
-    out = _empty_out(o, tokens, heads * degree)
-    out.unflatten(-3, (degree, heads)).movedim(-4, 0).copy_(received)
+    send = o.new_empty((width, *batch, heads, tokens, head_dim))
+    for to in range(width):
+        chunks.cut_into(send[to], o, o.dim() - 2, q_layout, degree, width, to, width)
+    received = yield wire.AllToAll(send, "ulysses")
+    out = _empty_out(o, tokens, num_heads)
+    share = HeadShare(num_heads, num_heads, width)
+    for source in range(width):
+        start, end = share.queries(source)
+        out.narrow(-3, start, end - start).copy_(received[source].narrow(-3, 0, end - start))
     return out
 
 
@@ -77,57 +115,78 @@ def _empty_out(o: Tensor, tokens: int, heads: int) -> Tensor:
 
 @torch.library.custom_op("spcompile::ulysses_in", mutates_args=())
 def ulysses_in(
-    q: Tensor, k: Tensor, v: Tensor, q_layout: Sequence[int], kv_layout: Sequence[int], degree: int, group: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_layout: Sequence[int],
+    kv_layout: Sequence[int],
+    mesh: Sequence[int],
+    group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All tokens of this rank's heads, from this rank's tokens of all heads. One all-to-all for Q, K and V.
+    """A block of tokens of this rank's heads, from this rank's tokens of all heads. One all-to-all for Q, K and V.
+
+    Heads that do not divide are padded with zeros. Key/value heads go, unexpanded, to every rank whose query
+    heads attend to them; only where they do not line up with the query heads are they expanded on arrival.
 
     Args:
-        q: [..., H, S_local, D], floating point; H divisible by P.
-        k: [..., G, T_local, D]; G divisible by P (GQA: G < H), same dtype and device as q.
+        q: [..., H, S_local, D], floating point.
+        k: [..., G, T_local, D]; H a multiple of G (GQA, MQA: G < H), same dtype and device as q.
         v: [..., G, T_local, E].
         q_layout, kv_layout: ``[1, 1, *segments]`` of the query and of the key tokens.
-        degree: number of ranks P.
+        mesh: ``[ring, kv_gather, ulysses]``.
         group: process group name.
     Returns:
-        q [..., H / P, S, D], k [..., G / P, T, D], v [..., G / P, T, E], contiguous; tokens in global order,
-        padding gone, so that masks and ``is_causal`` mean what they meant before.
+        q [..., ceil(H / u), S_block, D], k and v [..., G_local, T_block, D or E], contiguous. With u = P the block
+        is the whole sequence in global order, padding gone: masks and ``is_causal`` mean what they meant before.
     Raises:
-        ValueError: heads that do not divide, lengths that do not fit the layouts, mixed dtypes.
+        ValueError: lengths that do not fit the layouts, heads that GQA cannot share, mixed dtypes.
     """
-    program = in_program(wire.rank_in(group), q, k, v, q_layout, kv_layout, degree)
-    return wire.over_group(program, group)
+    program = in_program(wire.rank_in(group), q, k, v, q_layout, kv_layout, mesh)
+    return wire.over_group(program, group, mesh)
 
 
 @ulysses_in.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, q_layout: Sequence[int], kv_layout: Sequence[int], degree: int, group: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_layout: Sequence[int],
+    kv_layout: Sequence[int],
+    mesh: Sequence[int],
+    group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_in(q, k, v, q_layout, kv_layout, degree)
+    share = _check_in(q, k, v, q_layout, kv_layout, mesh)
+    degree = meshes.degree(mesh)
 
-    def exchanged(x: Tensor, layout: Sequence[int]) -> Tensor:
-        fewer_heads = chunks.fake_resized(x, x.dim() - 3, x.shape[-3] // degree)
-        return chunks.fake_resized(fewer_heads, x.dim() - 2, chunks.global_extent(layout))
+    def exchanged(x: Tensor, layout: Sequence[int], heads: int) -> Tensor:
+        tokens = chunks.extent(layout, degree, mesh[2])
+        return chunks.fake_resized(x, (x.dim() - 3, heads), (x.dim() - 2, tokens))
 
-    return exchanged(q, q_layout), exchanged(k, kv_layout), exchanged(v, kv_layout)
+    return (
+        exchanged(q, q_layout, share.local),
+        exchanged(k, kv_layout, share.local_kv),
+        exchanged(v, kv_layout, share.local_kv),
+    )
 
 
 @torch.library.custom_op("spcompile::ulysses_out", mutates_args=())
-def ulysses_out(o: Tensor, q_layout: Sequence[int], degree: int, group: str) -> Tensor:
-    """This rank's tokens of all heads, from all tokens of this rank's heads. One all-to-all.
+def ulysses_out(o: Tensor, num_heads: int, q_layout: Sequence[int], mesh: Sequence[int], group: str) -> Tensor:
+    """This rank's tokens of all heads, from a block of tokens of this rank's heads. One all-to-all.
 
     Args:
-        o: [..., H / P, S, E], the attention output for the heads of this rank, tokens in global order.
+        o: [..., ceil(H / u), S_block, E], the attention output for the heads of this rank.
+        num_heads: H; padding heads are dropped.
         q_layout: ``[1, 1, *segments]`` of the query tokens.
-        degree, group: as in `ulysses_in`.
+        mesh, group: as in `ulysses_in`.
     Returns:
-        [..., H, S_local, E], stored as [..., S_local, H, E]; padding rows are zero.
+        [..., H, S_local, E], stored as [..., S_local, H, E]; padding rows are unspecified.
     Raises:
-        ValueError: lengths that do not fit the layout.
+        ValueError: heads or lengths that do not fit.
     """
-    return wire.over_group(out_program(wire.rank_in(group), o, q_layout, degree), group)
+    return wire.over_group(out_program(wire.rank_in(group), o, num_heads, q_layout, mesh), group, mesh)
 
 
 @ulysses_out.register_fake
-def _(o: Tensor, q_layout: Sequence[int], degree: int, group: str) -> Tensor:
-    _check_out(o, q_layout, degree)
-    return _empty_out(o, chunks.local_extent(q_layout, degree), o.shape[-3] * degree)
+def _(o: Tensor, num_heads: int, q_layout: Sequence[int], mesh: Sequence[int], group: str) -> Tensor:
+    _check_out(o, num_heads, q_layout, mesh)
+    return _empty_out(o, chunks.local_extent(q_layout, meshes.degree(mesh)), num_heads)

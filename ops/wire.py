@@ -9,34 +9,58 @@ with the very code that real ranks execute.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group, _world
+
+from spcompile.ops import mesh as meshes
 
 
 @dataclass(frozen=True)
 class AllToAll:
-    """``send`` [P, ...]: slice i goes to rank i; the answer is [P, ...], slice i from rank i."""
+    """``send`` [n, ...]: slice i goes to peer i along ``axis``; the answer is [n, ...], slice i from peer i."""
 
     send: Tensor
+    axis: str | None = None
 
 
 @dataclass(frozen=True)
 class AllGather:
-    """``send`` [...] goes to every rank; the answer is [P, ...], slice i from rank i."""
+    """``send`` [...] goes to every peer along ``axis``; the answer is [n, ...], slice i from peer i."""
 
     send: Tensor
+    axis: str | None = None
 
+
+@dataclass
+class Shift:
+    """``send`` goes to the next peer along ``axis``, around a ring, and the previous peer's comes in.
+
+    Answered at once with None, so that the rank can compute meanwhile; a `Wait` for it brings the tensor.
+    """
+
+    send: Tensor
+    axis: str
+    works: list[dist.Work] = field(default_factory=list)
+    received: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The answer is what a `Shift` received."""
+
+    shift: Shift
+
+
+Request = AllToAll | AllGather | Shift | Wait
+Program = Generator[Request, Any, Any]
 
 _all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor  # the name until torch 2.12
-
-Request = AllToAll | AllGather
-Program = Generator[Request, Tensor, Any]
 
 
 def rank_in(group_name: str) -> int:
@@ -44,56 +68,103 @@ def rank_in(group_name: str) -> int:
     return dist.get_rank(_resolve_process_group(group_name))
 
 
-def over_group(program: Program, group_name: str) -> Any:
-    """Run this rank's ``program`` over a process group and return what it returns."""
+def over_group(program: Program, group_name: str, mesh: Sequence[int]) -> Any:
+    """Run this rank's ``program`` over a process group, seen as ``mesh``, and return what it returns."""
     group = _resolve_process_group(group_name)
+    answer: Any = None
     try:
-        request = next(program)
         while True:
-            request = program.send(_collective(request, group))
+            request = program.send(answer)
+            answer = _collective(request, group, mesh)
     except StopIteration as stop:
         return stop.value
 
 
-def in_lockstep(programs: Sequence[Program]) -> list[Any]:
-    """Run every rank's program inside this process; rank i's result is element i."""
-    results: list[Any] = [None] * len(programs)
-    requests: list[Request] = []
-    running = True
+def axis_group(group: dist.ProcessGroup, mesh: Sequence[int], axis: str | None) -> dist.ProcessGroup:
+    """The sub-group along an axis that this rank belongs to. The first call on a mesh makes it, on all its ranks.
 
-    def step(rank: int, answer: Tensor | None) -> None:
-        nonlocal running
-        try:
-            requests.append(next(programs[rank]) if answer is None else programs[rank].send(answer))
-        except StopIteration as stop:
-            results[rank], running = stop.value, False
-
-    answers: list[Tensor | None] = [None] * len(programs)
-    while running:
-        requests.clear()
-        for rank, answer in enumerate(answers):
-            step(rank, answer)
-        if requests and len(requests) != len(programs):
-            raise RuntimeError(
-                f"only {len(requests)} of {len(programs)} ranks want to communicate: real ranks would hang"
-            )
-        if requests:
-            answers = list(_all_answers(requests))
-    return results
+    c10d keeps it: it is found again by its description, so that graphs can name the whole group only.
+    """
+    members = meshes.peers(mesh, dist.get_rank(group), axis)
+    if len(members) == group.size():
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    description = f"spcompile {axis} of {'x'.join(map(str, mesh))} in {group.group_name}"
+    for known in _world.pg_map:
+        if known.group_desc == description and dist.get_process_group_ranks(known) == [ranks[m] for m in members]:
+            return known
+    made = dist.new_group([ranks[m] for m in members], use_local_synchronization=True, group_desc=description)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
-def _collective(request: Request, group: dist.ProcessGroup) -> Tensor:
+def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int]) -> Tensor | None:
+    if isinstance(request, Wait):
+        for work in request.shift.works:
+            work.wait()
+        return request.shift.received
+    if isinstance(request, Shift):
+        _start(request, axis_group(group, mesh, request.axis))
+        return None
+    peers = axis_group(group, mesh, request.axis)
     send = request.send.contiguous()
     if isinstance(request, AllToAll):
-        return funcol.wait_tensor(funcol.all_to_all_single(send, None, None, group))
-    gathered = funcol.wait_tensor(_all_gather(send.view(-1), 0, group))
-    return gathered.view(group.size(), *send.shape)
+        return funcol.wait_tensor(funcol.all_to_all_single(send, None, None, peers))
+    gathered = funcol.wait_tensor(_all_gather(send.view(-1), 0, peers))
+    return gathered.view(peers.size(), *send.shape)
 
 
-def _all_answers(requests: Sequence[Request]) -> list[Tensor]:
-    sends = [r.send for r in requests]
-    if all(isinstance(r, AllToAll) for r in requests):
-        return [torch.stack([s[rank] for s in sends]) for rank in range(len(sends))]
-    if all(isinstance(r, AllGather) for r in requests):
-        return [torch.stack(sends) for _ in sends]
-    raise RuntimeError(f"ranks disagree on the collective: {[type(r).__name__ for r in requests]}")
+def _start(shift: Shift, group: dist.ProcessGroup) -> None:
+    rank, size = dist.get_rank(group), group.size()
+    shift.received = torch.empty_like(shift.send)
+    to, source = (rank + 1) % size, (rank - 1) % size
+    shift.works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, shift.send, group=group, group_peer=to),
+            dist.P2POp(dist.irecv, shift.received, group=group, group_peer=source),
+        ]
+    )
+
+
+def bytes_sent(program: Program, mesh: Sequence[int]) -> int:
+    """Bytes that a rank sends for a program of one collective."""
+    request = next(program)
+    assert isinstance(request, (AllToAll, AllGather))
+    peers = len(meshes.peers(mesh, 0, request.axis))
+    num_bytes = request.send.numel() * request.send.element_size()
+    return num_bytes * (peers - 1) if isinstance(request, AllGather) else num_bytes * (peers - 1) // peers
+
+
+def in_lockstep(programs: Sequence[Program], mesh: Sequence[int]) -> list[Any]:
+    """Run every rank's program inside this process; rank i's result is element i."""
+    results: list[Any] = [None] * len(programs)
+    answers: list[Any] = [None] * len(programs)
+    while True:
+        requests: list[Request] = []
+        for rank, program in enumerate(programs):
+            try:
+                requests.append(program.send(answers[rank]))
+            except StopIteration as stop:
+                results[rank] = stop.value
+        if not requests:
+            return results
+        kinds = {(type(r).__name__, getattr(r, "axis", None)) for r in requests}
+        if len(requests) < len(programs) or len(kinds) > 1:
+            raise RuntimeError(f"{len(requests)} of {len(programs)} ranks ask for {kinds}: real ranks would hang")
+        answers = [_answer(requests, mesh, rank) for rank in range(len(programs))]
+
+
+def _answer(requests: Sequence[Request], mesh: Sequence[int], rank: int) -> Tensor | None:
+    """What one rank gets, given what all ranks ask for."""
+    mine = requests[rank]
+    if isinstance(mine, Wait):
+        return mine.shift.received
+    peers = meshes.peers(mesh, rank, mine.axis)
+    at = peers.index(rank)
+    sends = [requests[p].send for p in peers]  # type: ignore[union-attr]
+    if isinstance(mine, AllToAll):
+        return torch.stack([s[at] for s in sends])
+    if isinstance(mine, AllGather):
+        return torch.stack(sends)
+    mine.received = sends[at - 1].clone()
+    return None

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from spcompile.errors import SPConfigError
+from spcompile.ops.kernels import KERNELS
+from spcompile.ops.mesh import AXES
 
-KERNELS = ("auto",)
+Mesh = tuple[int, int, int]
+"""Degrees ``(ring, kv_gather, ulysses)``."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """One backend's options. ``degree`` is P, the number of ranks that share one sequence; None: the whole group."""
+    """One backend's options.
+
+    ``degree`` is P, the number of ranks that share one sequence; None: the whole group. ``mesh`` are the degrees
+    if they were given one by one, and then binding; None: chosen per attention site.
+    """
 
     degree: int | None = None
+    mesh: Mesh | None = None
     kernel: str = "auto"
     inner: str | Callable[..., Any] = "inductor"
     options: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
     min_tokens: int = 1
     dump: str | None = None
+
+
+def kernel_names() -> tuple[str, ...]:
+    """What ``kernel=`` may be, from the declarations."""
+    return ("auto", *KERNELS)
 
 
 def make_config(
@@ -38,24 +52,22 @@ def make_config(
     dump: str | None,
 ) -> Config:
     """Check the options of `spcompile.backend`. Raises `SPConfigError` with what was given and what would fit."""
-    for name, degree in (("sp", sp), ("ulysses", ulysses), ("ring", ring), ("kv_gather", kv_gather)):
+    degrees = {"ring": ring, "kv_gather": kv_gather, "ulysses": ulysses}
+    for name, degree in {"sp": sp, **degrees}.items():
         if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
             raise SPConfigError(f"{name}={degree!r}: a degree is a whole number of ranks, 1 or more")
-    for name, degree in (("ring", ring), ("kv_gather", kv_gather)):
-        if degree not in (None, 1):
-            raise SPConfigError(f"{name}={degree}: the {name} exchange is not available yet; use ulysses={degree}")
-    if sp is not None and ulysses is not None and sp != ulysses:
-        raise SPConfigError(
-            f"sp={sp} but ulysses={ulysses}: the degrees must multiply to sp; leave one out, or say ulysses={sp}"
-        )
-    if kernel not in KERNELS:
-        raise SPConfigError(f"kernel={kernel!r} is not available; choose one of {', '.join(KERNELS)}")
-    if not isinstance(min_tokens, int) or min_tokens < 1:
+    mesh = _mesh(sp, degrees)
+    if kernel not in kernel_names():
+        raise SPConfigError(f"kernel={kernel!r} is not known; choose one of {', '.join(kernel_names())}")
+    if kernel != "auto" and (missing := KERNELS[kernel].missing()):
+        raise SPConfigError(f"kernel={kernel!r}: {missing}")
+    if isinstance(min_tokens, bool) or not isinstance(min_tokens, int) or min_tokens < 1:
         raise SPConfigError(f"min_tokens={min_tokens!r}: want a number of tokens, 1 or more")
     if not (isinstance(inner, str) or callable(inner)):
         raise SPConfigError(f"inner={inner!r}: want the name of a torch.compile backend, or a callable")
     return Config(
-        degree=sp if sp is not None else ulysses,
+        degree=sp if mesh is None else math.prod(mesh),
+        mesh=mesh,
         kernel=kernel,
         inner=inner,
         options=dict(options or {}),
@@ -63,3 +75,18 @@ def make_config(
         min_tokens=min_tokens,
         dump=dump,
     )
+
+
+def _mesh(sp: int | None, degrees: Mapping[str, int | None]) -> Mesh | None:
+    """The degrees given one by one; those left out are 1. None if none was given."""
+    given = {name: d for name, d in degrees.items() if d is not None}
+    if not given:
+        return None
+    ring, kv_gather, ulysses = (given.get(axis, 1) for axis in AXES)
+    product = ring * kv_gather * ulysses
+    if sp is not None and sp != product:
+        asked = ", ".join(f"{name}={d}" for name, d in given.items())
+        rest, left = divmod(sp, product)
+        fits = f"raise one of them {rest} times, or leave them out" if left == 0 else f"say sp={product}"
+        raise SPConfigError(f"sp={sp}, but {asked} multiply to {product}: {fits}")
+    return ring, kv_gather, ulysses

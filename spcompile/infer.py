@@ -23,7 +23,7 @@ from torch import fx
 
 from spcompile.call import Call, bind, tensor_of
 from spcompile.errors import UnsupportedGraphError
-from spcompile.exchanges import SitePlan, plan_site
+from spcompile.exchanges import Policy, SitePlan, plan_site
 from spcompile.layout import REPLICATED, Layout, Origin, Segment, Sharded, missing_cuts, same_tokens
 from spcompile.rules import Plan, rule_for
 from spcompile.sites import ATTENTION, Site
@@ -61,13 +61,13 @@ class Inference:
     regathered: dict[fx.Node, str] = field(default_factory=dict)
 
 
-def infer(graph: fx.Graph, sites: Sequence[Site], degree: int, min_tokens: int) -> Inference:
+def infer(graph: fx.Graph, sites: Sequence[Site], policy: Policy) -> Inference:
     """Layouts and plans for every node. Raises `UnsupportedGraphError` where the result could not be exact."""
-    search = _Search(graph, {s.node: s for s in sites}, degree, min_tokens)
+    search = _Search(graph, {s.node: s for s in sites}, policy)
     found = search.settle()
     for site in sorted(sites, key=lambda s: -s.cost):
         q = found.layouts[site.q]
-        if q == REPLICATED and site.num_query_tokens >= max(min_tokens, 2):
+        if q == REPLICATED and site.num_query_tokens >= max(policy.min_tokens, 2):
             search.want_query(site)
             found = search.settle()
     _check_random(graph, found)
@@ -75,10 +75,11 @@ def infer(graph: fx.Graph, sites: Sequence[Site], degree: int, min_tokens: int) 
 
 
 class _Search:
-    """State that grows until the layouts settle: what is wanted, and the cuts of every root."""
+    """State that grows until the layouts settle: what is wanted, the cuts of every root, causal balance."""
 
-    def __init__(self, graph: fx.Graph, sites: dict[fx.Node, Site], degree: int, min_tokens: int) -> None:
-        self.graph, self.sites, self.degree, self.min_tokens = graph, sites, degree, min_tokens
+    def __init__(self, graph: fx.Graph, sites: dict[fx.Node, Site], policy: Policy) -> None:
+        self.graph, self.sites, self.policy = graph, sites, policy
+        self.balanced = False
         self.wants: dict[fx.Node, Sharded] = {}
         self.cuts: dict[object, set[int]] = {}
         self.computed = _depends_on_compute(graph)
@@ -86,10 +87,11 @@ class _Search:
     def new_root(self, key: object, tokens: int) -> tuple[Segment, ...]:
         borders = sorted({0, tokens, *self.cuts.get(key, ())})
         pairs = list(itertools.pairwise(borders)) or [(0, 0)]
-        return tuple(Segment(end - start, Origin(key, start)) for start, end in pairs)
+        segments = [Segment(end - start, Origin(key, start)) for start, end in pairs]
+        return tuple(segments) if not self.balanced else tuple(half for s in segments for half in _halves(s))
 
     def call(self, node: fx.Node) -> Call:
-        return Call(node, self.degree, self.new_root)
+        return Call(node, self.policy.degree, self.new_root)
 
     # demand
 
@@ -114,7 +116,7 @@ class _Search:
             node, output = node.args  # type: ignore[assignment]
         if node in self.sites:
             site = self.sites[node]
-            if site.num_query_tokens < self.min_tokens or want.dim == len(site.shape("q")) - 1:
+            if site.num_query_tokens < self.policy.min_tokens or want.dim == len(site.shape("q")) - 1:
                 return []
             return [(site.q, want)]
         rule = rule_for(node.target)
@@ -126,12 +128,16 @@ class _Search:
     # forward
 
     def settle(self) -> Inference:
-        """Run forward until no new cuts are asked for."""
+        """Run forward until nothing new is asked for."""
         while True:
-            asked = sum(map(len, self.cuts.values()))
+            before = self.asked
             found = _Forward(self).run()
-            if sum(map(len, self.cuts.values())) == asked:
+            if self.asked == before:
                 return found
+
+    @property
+    def asked(self) -> int:
+        return sum(map(len, self.cuts.values())) + self.balanced
 
     def ask(self, cuts: Sequence[tuple[object, int]]) -> bool:
         """Remember cuts for the next round. False if all are known already and did not help."""
@@ -176,7 +182,8 @@ class _Forward:
     def site(self, call: Call, layouts: list[Layout]) -> Layout:
         site = self.search.sites[call.node]
         named = {name: self.found.layouts[getattr(site, name)] for name in ("q", "k", "v")}
-        chosen = plan_site(site, call, named, self.search.min_tokens)
+        chosen = plan_site(site, call, named, self.search.policy)
+        self.search.balanced |= chosen.balance
         if chosen.refusal is None and not self.agree(call, chosen.plan, layouts):
             chosen = SitePlan("replicated", _whole(call), "query, key and value carry different tokens")
         self.found.sites[call.node] = chosen
@@ -225,6 +232,12 @@ class _Forward:
                     return False
                 cuts += missing
         return not cuts or self.search.ask(cuts)
+
+
+def _halves(segment: Segment) -> list[Segment]:
+    """Head and tail, the tail mirrored: each rank gets an early and a late chunk, equal work under a causal mask."""
+    head, tail = segment.split(-(-segment.tokens // 2))
+    return [head, replace(tail, mirrored=True)] if tail.tokens else [head]
 
 
 def _whole(call: Call) -> Plan:

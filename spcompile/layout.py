@@ -25,15 +25,19 @@ class Origin:
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of tokens that is cut into P chunks on its own. ``origin`` says whom to ask for another cut."""
+    """A run of tokens that is cut into P chunks on its own. ``origin`` says whom to ask for another cut.
+
+    Chunk i of a ``mirrored`` segment lives on rank P - 1 - i: the tail half of one that a causal ring balances.
+    """
 
     tokens: int
     origin: Origin | None = field(default=None, compare=False)
+    mirrored: bool = False
 
     def split(self, at: int) -> tuple[Segment, Segment]:
         """The first ``at`` tokens and the rest."""
         rest = self.origin and replace(self.origin, start=self.origin.start + at * self.origin.unit)
-        return Segment(at, self.origin), Segment(self.tokens - at, rest)
+        return replace(self, tokens=at), replace(self, tokens=self.tokens - at, origin=rest)
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,8 @@ class Sharded:
         return self.outer * self.tokens * self.inner
 
     def spec(self) -> list[int]:
-        """``[outer, inner, *segments]``, as the ops take it."""
-        return [self.outer, self.inner, *(s.tokens for s in self.segments)]
+        """``[outer, inner, *segments]``, as the ops take it: a mirrored segment is negative."""
+        return [self.outer, self.inner, *(-s.tokens if s.mirrored else s.tokens for s in self.segments)]
 
     def at(self, dim: int) -> Sharded:
         return replace(self, dim=dim)
@@ -77,8 +81,10 @@ class Sharded:
         return local
 
     def borders(self) -> list[int]:
-        """Token positions between segments, 0 and the end included."""
-        return list(accumulate((s.tokens for s in self.segments), initial=0))
+        """Token positions between segments, 0 and the end included. A mirrored half goes with the one before."""
+        ends = accumulate((s.tokens for s in self.segments), initial=0)
+        followers = [*(s.mirrored for s in self.segments), False]
+        return [end for end, mirrored in zip(ends, followers, strict=True) if not mirrored]
 
     def absorb_inner(self, degree: int) -> Sharded:
         """The same distribution with ``inner`` counted as tokens, where no segment has padding.
@@ -91,7 +97,7 @@ class Sharded:
 
         def finer(s: Segment) -> Segment:
             o = s.origin if s.origin and s.origin.unit % self.inner == 0 else None
-            return Segment(s.tokens * self.inner, o and replace(o, unit=o.unit // self.inner))
+            return Segment(s.tokens * self.inner, o and replace(o, unit=o.unit // self.inner), s.mirrored)
 
         return replace(self, segments=tuple(finer(s) for s in self.segments), inner=1)
 
@@ -123,10 +129,10 @@ def missing_cuts(layout: Sharded, borders: Iterable[int]) -> list[tuple[object, 
 
 
 def describe(layout: Layout, shape: Iterable[int], degree: int) -> str:
-    """In einops' manner: ``1 (512 + 4096)/2 64`` is a dim of two segments, each cut over 2 ranks."""
+    """In einops' manner: ``1 (512 + 4096)/2 64`` is a dim of two segments, each cut over 2 ranks; ``~``: mirrored."""
     dims = [str(n) for n in shape]
     if isinstance(layout, Sharded):
-        tokens = " + ".join(str(s.tokens) for s in layout.segments)
+        tokens = " + ".join(f"{'~' * s.mirrored}{s.tokens}" for s in layout.segments)
         cut = f"({tokens})/{degree}"
         parts = [str(layout.outer)] * (layout.outer != 1) + [cut] + [str(layout.inner)] * (layout.inner != 1)
         dims[layout.dim] = parts[0] if len(parts) == 1 else "(" + " ".join(parts) + ")"

@@ -15,6 +15,7 @@ from spcompile.capture import Captured, capture
 from spcompile.config import Config
 from spcompile.dump import dump
 from spcompile.errors import UnsupportedGraphError
+from spcompile.exchanges import Policy
 from spcompile.infer import Inference, infer
 from spcompile.report import Report
 from spcompile.rewrite import KEPT_META, Rewritten, rewrite
@@ -48,10 +49,10 @@ def distribute(
     if not sites:
         return None
     _require_inference(captured, sites, example_inputs)
-    found = infer(captured.graph, sites, degree, config.min_tokens)
+    found = infer(captured.graph, sites, Policy(degree, config.mesh, config.kernel, config.min_tokens))
     log.info("infer: %d calls on chunks, %d on gathered values", len(found.plans), len(found.regathered))
     _require_exact(sites, found)
-    rewritten = rewrite(captured, sites, found, degree=degree, group=group, kernel=config.kernel)
+    rewritten = rewrite(captured, sites, found, degree=degree, group=group)
     log.info("rewrite: %d nodes, %d collectives", len(rewritten.graph.nodes), rewritten.report.collectives)
     if config.dump:
         dump(config.dump, index, captured, found, rewritten, degree)

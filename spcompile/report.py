@@ -12,7 +12,11 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class AttentionEntry:
-    """One attention site. ``bytes_per_rank`` is what one rank sends per call; ``shape`` is q's and the key length."""
+    """One attention site.
+
+    ``shape`` is q's and the key length; ``bytes_per_rank`` what one rank sends per call; ``runner_up`` the next
+    cheapest exchange, if there was a choice; ``wasted`` the share of attention work on padding heads.
+    """
 
     name: str
     source: str
@@ -22,6 +26,8 @@ class AttentionEntry:
     reason: str
     collectives: int
     bytes_per_rank: int
+    runner_up: str = ""
+    wasted: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,10 @@ def _grouped(entries: list[AttentionEntry]) -> list[dict[str, Any]]:
     """Sites that differ only in their name share a row."""
     rows: dict[Any, dict[str, Any]] = {}
     for e in entries:
-        row = asdict(e) | {"shape": "x".join(map(str, e.shape)), "source": _short(e.source)}
+        row = {k: v for k, v in asdict(e).items() if k != "wasted"} | {
+            "shape": "x".join(map(str, e.shape)),
+            "source": _short(e.source),
+        }
         key = tuple(v for k, v in row.items() if k != "name")
         if key in rows:
             rows[key]["sites"] += 1

@@ -20,6 +20,7 @@ from torch._guards import tracing
 from spcompile import ops
 from spcompile.call import Call, bind, tensor_of
 from spcompile.capture import Captured
+from spcompile.exchanges import NONE, SitePlan
 from spcompile.infer import Inference, is_compute
 from spcompile.layout import REPLICATED, Layout, Segment, Sharded
 from spcompile.report import AttentionEntry, RegatherEntry, Report
@@ -41,11 +42,9 @@ class Rewritten:
     expected: dict[fx.Node, tuple[Layout, fx.Node]] = field(default_factory=dict)
 
 
-def rewrite(
-    captured: Captured, sites: Sequence[Site], found: Inference, *, degree: int, group: str, kernel: str
-) -> Rewritten:
+def rewrite(captured: Captured, sites: Sequence[Site], found: Inference, *, degree: int, group: str) -> Rewritten:
     """Emit the local graph of ``captured`` for ``degree`` ranks of the process group named ``group``."""
-    emitter = _Emitter(captured, {s.node: s for s in sites}, found, degree, group, kernel)
+    emitter = _Emitter(captured, {s.node: s for s in sites}, found, degree, group)
     with tracing(None), captured.fake_mode, _restored_state():
         for node in captured.graph.nodes:
             emitter.node(node)
@@ -69,15 +68,16 @@ def _restored_state() -> Iterator[None]:
 
 class _Emitter:
     def __init__(
-        self, captured: Captured, sites: dict[fx.Node, Site], found: Inference, degree: int, group: str, kernel: str
+        self, captured: Captured, sites: dict[fx.Node, Site], found: Inference, degree: int, group: str
     ) -> None:
         self.captured, self.sites, self.found = captured, sites, found
-        self.degree, self.group, self.kernel = degree, group, kernel
+        self.degree, self.group = degree, group
         self.graph = fx.Graph()
         self.versions: dict[fx.Node, dict[Layout, fx.Node]] = {}
         self.plain: dict[fx.Node, fx.Node] = {}
+        self.masks: dict[tuple[Any, ...], fx.Node] = {}
         self.origin: fx.Node | None = None
-        self.exchanged_bytes = 0
+        self.sent = self.collectives = 0
         self.result = Rewritten(self.graph, Report(degree=degree, graphs=1))
 
     # values in the layout a call needs
@@ -113,7 +113,7 @@ class _Emitter:
         return whole
 
     def cut(self, value: fx.Node, layout: Sharded) -> tuple[Any, ...]:
-        return value, layout.dim, layout.spec(), self.degree, self.group
+        return value, layout.dim, layout.spec(), [1, 1, self.degree], self.group
 
     def leaves(self, node: fx.Node) -> bool:
         """Does what is computed from here on only reach the outputs, without compute and without sharded values?
@@ -235,44 +235,89 @@ class _Emitter:
 
     def site(self, site: Site) -> None:
         chosen = self.found.sites[site.node]
-        if chosen.exchange == "ulysses":
-            self.ulysses(site, chosen.plan)
-            collectives, sent = 2, self.exchanged_bytes
+        self.sent = self.collectives = 0
+        if chosen.mesh != NONE:
+            self.exchange(site, chosen)
+        elif chosen.kernel != "sdpa":
+            self.local_kernel(site, chosen)
         else:
             self.call(site.node)
-            collectives, sent = 0, 0
         self.result.report.attention.append(
             AttentionEntry(
                 name=module_of(site.node),
                 source=source_of(site.node),
                 shape=(*site.shape("q"), site.shape("k")[-2]),
                 exchange=chosen.exchange,
-                kernel="sdpa",
+                kernel=chosen.kernel,
                 reason=chosen.reason,
-                collectives=collectives,
-                bytes_per_rank=sent,
+                collectives=self.collectives,
+                bytes_per_rank=self.sent,
+                runner_up=chosen.runner_up,
+                wasted=chosen.cost.wasted,
             )
         )
 
-    def ulysses(self, site: Site, plan: Plan) -> None:
-        """Q, K, V to whole sequences of some heads, the attention call as it was, and back."""
-        layouts = dict(zip(Call(site.node, self.degree, lambda key, n: ()).operands, plan.operands, strict=True))
+    def operands_of(self, site: Site, plan: Plan) -> tuple[dict[fx.Node, Layout], list[fx.Node]]:
+        """The plan's layouts by captured node, and q, k and v in them, in the dtype of the attention."""
+        operands = Call(site.node, self.degree, lambda key, n: ()).operands
+        layouts = dict(zip(operands, plan.operands, strict=True))
         dtype = site.node.meta["val"].dtype
-        q, k, v = (self.cast(self.value(n, layouts[n]), dtype) for n in (site.q, site.k, site.v))
-        q_spec, kv_spec = layouts[site.q].spec(), layouts[site.k].spec()  # type: ignore[union-attr]
-        moved = self.emit(ops.ulysses_in._opoverload, q, k, v, q_spec, kv_spec, self.degree, self.group)
-        by_name = {name: self.emit(operator.getitem, moved, i) for i, name in enumerate(("query", "key", "value"))}
-        if site.mask is not None:
-            by_name["attn_mask"] = self.heads_of_mask(site)
+        return layouts, [self.cast(self.value(n, layouts[n]), dtype) for n in (site.q, site.k, site.v)]
+
+    def exchange(self, site: Site, chosen: SitePlan) -> None:
+        """Collect what the queries need, attend, and bring the outputs home."""
+        layouts, (q, k, v) = self.operands_of(site, chosen.plan)
+        q_spec, kv_spec = (layouts[n].spec() for n in (site.q, site.k))  # type: ignore[union-attr]
+        mesh = list(chosen.mesh)
+        _, gather, ulysses = mesh
+        num_heads = site.shape("q")[-3] if ulysses > 1 else 1
+        if ulysses > 1:
+            q, k, v = self.moved(3, ops.ulysses_in._opoverload, q, k, v, q_spec, kv_spec, mesh)
+        if gather > 1:
+            k, v = self.moved(2, ops.kv_gather._opoverload, k, v, kv_spec, mesh)
+        mask = self.mask(site, q_spec, mesh)
+        if chosen.kernel == "sdpa":
+            out = self.captured_call(site, query=q, key=k, value=v, attn_mask=mask)
+        else:
+            out = self.attend(site, (q, k, v, mask), q_spec, kv_spec, chosen)
+        if ulysses > 1:
+            (out,) = self.moved(1, ops.ulysses_out._opoverload, out, num_heads, q_spec, mesh)
+        self.define(site.node, out, chosen.plan.outputs[0])
+
+    def local_kernel(self, site: Site, chosen: SitePlan) -> None:
+        """A named kernel, or causal rows, where no exchange is needed."""
+        layouts, (q, k, v) = self.operands_of(site, chosen.plan)
+        mask = self.value(site.mask, layouts[site.mask]) if site.mask is not None else None
+        positions = layouts[site.q]
+        cut = chosen.block != NONE and isinstance(positions, Sharded)
+        q_spec = positions.spec() if cut else [1, 1, q.meta["val"].shape[-2]]  # type: ignore[union-attr]
+        out = self.attend(site, (q, k, v, mask), q_spec, [1, 1, k.meta["val"].shape[-2]], chosen)
+        self.define(site.node, out, chosen.plan.outputs[0])
+
+    def attend(
+        self, site: Site, tensors: tuple[fx.Node | None, ...], q_spec: list[int], kv_spec: list[int], chosen: SitePlan
+    ) -> fx.Node:
+        args = (*tensors, q_spec, kv_spec, site.causal, site.scale, chosen.kernel, list(chosen.block))
+        hops = chosen.block[0] - 1
+        self.collectives += hops
+        self.sent += hops * sum(_num_bytes(x) for x in tensors[1:3] if x is not None)
+        return self.emit(ops.attention._opoverload, *args, self.group)
+
+    def moved(self, count: int, op: torch._ops.OpOverload, *args: Any) -> list[fx.Node]:
+        """Emit a one-collective op with ``count`` results, and count what it sends."""
+        node = self.emit(op, *args, self.group)
+        self.collectives += 1
+        fakes = fx.map_arg(args, lambda n: n.meta["val"])
+        self.sent += ops.wire.bytes_sent(ops.PROGRAMS[op](0, *fakes), args[-1])
+        return [node] if count == 1 else [self.emit(operator.getitem, node, i) for i in range(count)]
+
+    def captured_call(self, site: Site, **tensors: fx.Node | None) -> fx.Node:
+        """The attention call as captured, on other tensors."""
         schema = site.node.target._schema.arguments  # type: ignore[union-attr]
         names = [a.name for a, _ in zip(schema, site.node.args, strict=False)]
-        args = [by_name.get(name, arg) for name, arg in zip(names, site.node.args, strict=True)]
-        kwargs = {name: by_name.get(name, arg) for name, arg in site.node.kwargs.items()}
-        attended = self.emit(site.node.target, *args, **kwargs)  # type: ignore[arg-type]
-        out = self.emit(ops.ulysses_out._opoverload, attended, q_spec, self.degree, self.group)
-        self.define(site.node, out, plan.outputs[0])
-        sent = sum(_num_bytes(x) for x in (q, k, v, out))
-        self.exchanged_bytes = sent * (self.degree - 1) // self.degree
+        args = [tensors.get(name, arg) for name, arg in zip(names, site.node.args, strict=True)]
+        kwargs = {name: tensors.get(name, arg) for name, arg in site.node.kwargs.items()}
+        return self.emit(site.node.target, *args, **kwargs)  # type: ignore[arg-type]
 
     def cast(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
         """Under autocast the attention call would cast; doing it before the exchange moves fewer bytes."""
@@ -280,13 +325,18 @@ class _Emitter:
             return value
         return self.emit(aten._to_copy.default, value, dtype=dtype)
 
-    def heads_of_mask(self, site: Site) -> fx.Node:
-        """The mask in global token order, cut to this rank's heads if it differs between heads."""
-        assert site.mask is not None
-        shape, num_heads = site.shape("mask"), site.shape("q")[-3]
-        if len(shape) >= 3 and shape[-3] == num_heads > 1:
-            return self.value(site.mask, Sharded(len(shape) - 3, (Segment(num_heads),)))
-        return self.value(site.mask, REPLICATED)
+    def mask(self, site: Site, q_spec: list[int], mesh: list[int]) -> fx.Node | None:
+        """The mask in global token order, cut to this rank's heads and rows."""
+        if site.mask is None:
+            return None
+        whole = self.value(site.mask, REPLICATED)
+        num_heads = site.shape("q")[-3] if len(site.shape("q")) > 2 else 1
+        if not ops.masks.needs_cut(whole.meta["val"], num_heads, mesh):
+            return whole
+        key = (site.mask, num_heads, tuple(q_spec), tuple(mesh))
+        if key not in self.masks:
+            self.masks[key] = self.emit(ops.local_mask._opoverload, whole, num_heads, q_spec, mesh, self.group)
+        return self.masks[key]
 
     # results
 

@@ -398,7 +398,7 @@ def _split_tokens(
             return None
         unit = segment.tokens // frames
         origin = segment.origin and replace(segment.origin, unit=segment.origin.unit * unit)
-        return Sharded(dim, (Segment(frames, origin),), outer // before[dim], 1)
+        return Sharded(dim, (replace(segment, tokens=frames, origin=origin),), outer // before[dim], 1)
     return None
 
 

@@ -26,7 +26,7 @@ class Site:
     mask: fx.Node | None
     dropout: float
     causal: bool
-    grouped: bool
+    scale: float
 
     def shape(self, which: str) -> tuple[int, ...]:
         return tuple(getattr(self, which).meta["val"].shape)
@@ -50,7 +50,7 @@ def _sdpa(arguments: dict[str, Any]) -> dict[str, Any]:
         "mask": arguments["attn_mask"],
         "dropout": arguments["dropout_p"],
         "causal": arguments["is_causal"],
-        "grouped": arguments["enable_gqa"],
+        "scale": arguments["scale"] or arguments["query"].meta["val"].shape[-1] ** -0.5,
     }
 
 

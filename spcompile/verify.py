@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from spcompile import ops
 from spcompile.errors import UnsupportedGraphError
 from spcompile.report import Report
 from spcompile.rewrite import Rewritten
@@ -42,7 +43,7 @@ def _input_strides(node: fx.Node) -> list[tuple[int, ...]]:
 
 
 def _count_sites(rewritten: Rewritten, sites: Sequence[Site]) -> None:
-    left = sum(n.target in ATTENTION for n in rewritten.graph.nodes)
+    left = sum(n.target in ATTENTION or n.target is ops.attention._opoverload for n in rewritten.graph.nodes)
     if not left == len(rewritten.report.attention) == len(sites):
         raise UnsupportedGraphError(
             f"{len(sites)} attention calls were captured, {len(rewritten.report.attention)} were handled and {left} "
