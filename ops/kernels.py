@@ -1,9 +1,10 @@
 """Attention kernels: what each can do, declared, and one way to call them.
 
 Shapes: B batch, H query heads, G key/value heads, S queries, T keys, D / E head dims. Every kernel takes
-q [B, H, S, D], k [B, G, T, D], v [B, G, T, E], a mask [B or 1, H or 1, S or 1, T] and returns the output [B, H, S, E] and, if it can, the
-log-sum-exp of the scaled and masked scores: float32 (float64 for float64), [B, H, S], natural logarithm.
-Nobody lists kernel names at call sites: what a kernel may be used for follows from its declaration.
+q [B, H, S, D], k [B, G, T, D], v [B, G, T, E] and a mask [B or 1, H or 1, S or 1, T], and returns the output
+[B, H, S, E] and, if it can, the log-sum-exp of the scaled and masked scores: float32 (float64 for float64),
+[B, H, S], natural logarithm. Nobody lists kernel names at call sites: what a kernel may be used for follows from
+its declaration.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class AttentionKernel(Protocol):
         """Attention; the second result is None unless ``lse`` is asked for and can be given."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Kernel:
     """A declaration and a function. ``package`` (and its ``major`` version) must be installed."""
 

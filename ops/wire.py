@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group, _world
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group, _world
 
 from spcompile.ops import mesh as meshes
 
@@ -65,12 +65,12 @@ _all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_te
 
 def rank_in(group_name: str) -> int:
     """This process's rank in the named group."""
-    return dist.get_rank(_resolve_process_group(group_name))
+    return dist.get_rank(_resolve_process_group(GroupName(group_name)))
 
 
 def over_group(program: Program, group_name: str, mesh: Sequence[int]) -> Any:
     """Run this rank's ``program`` over a process group, seen as ``mesh``, and return what it returns."""
-    group = _resolve_process_group(group_name)
+    group = _resolve_process_group(GroupName(group_name))
     answer: Any = None
     try:
         while True:

@@ -6,11 +6,17 @@ simulates any number of ranks in one process; `spcompile.ops` are the custom ops
 
 from spcompile.backend import Backend, backend
 from spcompile.errors import RankMismatchError, SPConfigError, SPError, UnsupportedGraphError
+from spcompile.kernels import register_kernel
+from spcompile.ops.kernels import AttentionKernel, Kernel
+from spcompile.recognise import AttentionCall, register_attention
 from spcompile.report import AttentionEntry, RegatherEntry, Report
 
 __all__ = [
+    "AttentionCall",
     "AttentionEntry",
+    "AttentionKernel",
     "Backend",
+    "Kernel",
     "RankMismatchError",
     "RegatherEntry",
     "Report",
@@ -18,4 +24,6 @@ __all__ = [
     "SPError",
     "UnsupportedGraphError",
     "backend",
+    "register_attention",
+    "register_kernel",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spcompile.config import Config, make_config
 from spcompile.errors import through_dynamo
-from spcompile.group import require_same, resolve
+from spcompile.group import make_axes, require_same, resolve
 from spcompile.inner import compile_inner
 from spcompile.pipeline import distribute
 from spcompile.report import Report
@@ -35,11 +36,16 @@ class Backend:
         if self.config.degree == 1:
             return compile_inner(self.config, module, example_inputs)
         devices = [x.device.type for x in example_inputs if isinstance(x, Tensor)]
-        group = resolve(self._mesh, self.config.degree, "cuda" if "cuda" in devices else "cpu")
-        local = distribute(module, example_inputs, self.config, group.size(), group.group_name, self._report.graphs)
+        ranks = resolve(self._mesh, self.config, "cuda" if "cuda" in devices else "cpu")
+        group = ranks.group
+        config = replace(self.config, degree=group.size(), mesh=self.config.mesh or ranks.mesh)
+        if config.degree == 1:
+            return compile_inner(config, module, example_inputs)
+        local = distribute(module, example_inputs, config, group.size(), group.group_name, self._report.graphs)
         if local is None:
             return compile_inner(self.config, module, example_inputs)
         require_same(group, local.digest, f"graph {self._report.graphs}")
+        make_axes(group, local.meshes)
         compiled = compile_inner(self.config, local.module, example_inputs)
         self._report.add(local.report)
         return compiled
@@ -71,12 +77,15 @@ def backend(
     Args:
         sp: number of ranks that share one sequence. None: all ranks of the group. 1: the model is compiled
             unchanged.
-        ulysses, ring, kv_gather: the degree of each exchange; they multiply to ``sp``. Only ``ulysses`` is
-            available yet.
-        mesh: a 1-D `DeviceMesh`, one with an axis named ``"ulysses"`` or ``"sp"``, or a process group. None:
-            the default group, initialised from torchrun's environment if it is not yet (gloo for CPU tensors,
-            NCCL for CUDA).
-        kernel: ``"auto"``, the attention kernel the model would have used.
+        ulysses, ring, kv_gather: the degree of each exchange; those left out are 1, and they multiply to ``sp``.
+            Binding for every site that needs an exchange: what they cannot serve is refused. With only ``sp``, each
+            site takes the exchange that costs least among those that are exact for it.
+        mesh: a `DeviceMesh` with one axis, with one named ``"sp"``, or with axes named ``"ring"``, ``"kv_gather"``,
+            ``"ulysses"`` (in this order, any of them; other axes are left alone), or a process group. None: the
+            default group, initialised from torchrun's environment if it is not yet (gloo for CPU tensors, NCCL
+            for CUDA).
+        kernel: ``"auto"`` keeps the attention call as the model made it, and for a ring or causal blocks takes the
+            kernel that ``scaled_dot_product_attention`` would have picked; or a name, which is used or refused.
         inner: the torch.compile backend, by name or callable, that compiles the rewritten graph.
         options: handed to ``inner``.
         strict: refuse a graph that needs a regather (an all-gather forced by an op that mixes tokens) or

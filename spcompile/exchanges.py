@@ -29,6 +29,9 @@ from spcompile.sites import Site
 NONE: Mesh = (1, 1, 1)
 """No exchange."""
 
+CAPTURED = "captured"
+"""In place of a kernel: the attention call stays as the model made it."""
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -66,7 +69,7 @@ class Cost:
 class SitePlan:
     """How one site is computed.
 
-    ``exchange`` names it for people; ``mesh`` are the degrees it goes through; ``kernel`` is ``"sdpa"`` where the
+    ``exchange`` names it for people; ``mesh`` are the degrees it goes through; ``kernel`` is `CAPTURED` where the
     captured call stays as it is, else the kernel that `spcompile.ops.attention` runs on ``block`` (a mesh that
     says which queries this rank holds). ``balance`` asks for a sharding that balances a causal ring. ``refusal``
     is why the site cannot be computed.
@@ -76,7 +79,7 @@ class SitePlan:
     plan: Plan
     reason: str
     mesh: Mesh = NONE
-    kernel: str = "sdpa"
+    kernel: str = CAPTURED
     block: Mesh = NONE
     cost: Cost = field(default_factory=lambda: Cost(0, 0))
     runner_up: str = ""
@@ -174,7 +177,8 @@ class _Planner:
 
     def with_kernel(self, chosen: SitePlan, block: Mesh) -> SitePlan:
         """``chosen`` with the kernel asked for; ``block`` if positions matter."""
-        if self.policy.kernel == "auto" and block == NONE:
+        cut = self.site.fixed_lengths and isinstance(chosen.plan.outputs[0], Sharded)
+        if self.policy.kernel == "auto" and block == NONE and not cut:
             return chosen
         skewed = self.site.causal and self.site.shape("q")[-2] != self.site.shape("k")[-2]
         kernel, why = self.kernel(needs_lse=block != NONE or skewed)
@@ -271,8 +275,8 @@ class _Planner:
         whole = ulysses == self.policy.degree
         skewed = self.site.causal and q[-2] != k[-2]
         needs_lse = mesh[0] > 1 or (self.site.causal and (not whole or (skewed and self.policy.kernel != "auto")))
-        if self.policy.kernel == "auto" and not needs_lse:
-            return "sdpa", ""
+        if self.policy.kernel == "auto" and not needs_lse and (whole or not self.site.fixed_lengths):
+            return CAPTURED, ""
         return self.kernel(needs_lse)
 
     def kernel(self, needs_lse: bool) -> tuple[str | None, str]:

@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
+import math
 import os
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from spcompile.config import Config, Mesh
 from spcompile.errors import RankMismatchError, SPConfigError
+from spcompile.ops import wire
+from spcompile.ops.mesh import AXES
 
-AXES = ("ulysses", "sp")
-"""Axes of a named mesh that sequence parallelism takes."""
+
+@dataclass(frozen=True)
+class Ranks:
+    """The group, and the degrees that its mesh prescribes, if it is named after the exchanges."""
+
+    group: dist.ProcessGroup
+    mesh: Mesh | None = None
 
 
-def resolve(mesh: DeviceMesh | dist.ProcessGroup | None, degree: int | None, device_type: str) -> dist.ProcessGroup:
-    """The group to run on, of ``degree`` ranks if that is given. Raises `SPConfigError` if there is none."""
-    group, what = _group(mesh, degree, device_type)
-    if degree is not None and group.size() != degree:
+def resolve(mesh: DeviceMesh | dist.ProcessGroup | None, config: Config, device_type: str) -> Ranks:
+    """The ranks to run on. Raises `SPConfigError` if they do not fit the degrees asked for."""
+    ranks, what = _find(mesh, config.degree, device_type)
+    size = ranks.group.size()
+    if ranks.mesh is not None and config.mesh is not None and ranks.mesh != config.mesh:
+        raise SPConfigError(f"{_degrees(config.mesh)} was asked for, and {what} has {_degrees(ranks.mesh)}")
+    if config.degree is not None and size != config.degree:
         raise SPConfigError(
-            f"sp={degree}, but {what} has {group.size()} ranks: the degrees must multiply to its size. "
-            f"Ask for sp={group.size()}, start {degree} ranks, or pass mesh= with a group of {degree}"
+            f"sp={config.degree}, but {what} has {size} ranks: the degrees must multiply to its size. "
+            f"Ask for sp={size}, start {config.degree} ranks, or pass mesh= with a group of {config.degree}"
         )
-    return group
+    return ranks
 
 
-def _group(
-    mesh: DeviceMesh | dist.ProcessGroup | None, degree: int | None, device_type: str
-) -> tuple[dist.ProcessGroup, str]:
+def _degrees(mesh: Mesh) -> str:
+    return ", ".join(f"{axis}={degree}" for axis, degree in zip(AXES, mesh, strict=True))
+
+
+def _find(mesh: DeviceMesh | dist.ProcessGroup | None, degree: int | None, device_type: str) -> tuple[Ranks, str]:
     if isinstance(mesh, dist.ProcessGroup):
-        return mesh, "the process group passed as mesh="
+        return Ranks(mesh), "the process group passed as mesh="
     if isinstance(mesh, DeviceMesh):
-        axis = _axis(mesh)
-        return mesh.get_group(axis), "the mesh" if axis is None else f"the mesh's axis {axis!r}"
+        return _of_device_mesh(mesh)
     if mesh is not None:
         raise SPConfigError(f"mesh={mesh!r}: want a DeviceMesh or a ProcessGroup")
     if not dist.is_initialized():
@@ -44,20 +58,33 @@ def _group(
             )
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
     assert dist.group.WORLD is not None
-    return dist.group.WORLD, "the default process group"
+    return Ranks(dist.group.WORLD), "the default process group"
 
 
-def _axis(mesh: DeviceMesh) -> str | None:
-    """The axis to use: the only one, or the one with our name."""
-    if mesh.ndim == 1:
-        return None
-    names = [n for n in mesh.mesh_dim_names or () if n in AXES]
-    if len(names) != 1:
+def _of_device_mesh(mesh: DeviceMesh) -> tuple[Ranks, str]:
+    """The only axis, the one named ``sp``, or those named after the exchanges, slowest first."""
+    names = mesh.mesh_dim_names or ()
+    ours = tuple(n for n in names if n in AXES)
+    if "sp" in names and ours:
+        raise SPConfigError(f"the mesh has axes {names}: name either one axis 'sp' or axes {', '.join(AXES)}")
+    if "sp" in names:
+        return Ranks(mesh.get_group("sp")), "the mesh's axis 'sp'"
+    if not ours:
+        if mesh.ndim == 1:
+            return Ranks(mesh.get_group()), "the mesh"
         raise SPConfigError(
-            f"the mesh has axes {mesh.mesh_dim_names or mesh.ndim}: want one axis, or one named "
-            f"{' or '.join(repr(a) for a in AXES)}; pass mesh['name'] to choose"
+            f"the mesh has axes {names or mesh.ndim}: want one axis, one named 'sp', or axes named "
+            f"{', '.join(AXES)}; pass mesh['name'] to choose"
         )
-    return names[0]
+    order = tuple(a for a in AXES if a in ours)
+    if ours != order:
+        raise SPConfigError(f"the mesh has axes {names}: want {', '.join(order)} in this order, ulysses innermost")
+    sizes = dict(zip(names, mesh.shape, strict=True))
+    ring, kv_gather, ulysses = (sizes.get(a, 1) for a in AXES)
+    degrees = (ring, kv_gather, ulysses)
+    group = mesh.get_group(ours[0]) if len(ours) == 1 else mesh[ours]._flatten("_".join(ours)).get_group()
+    assert group.size() == math.prod(degrees)
+    return Ranks(group, degrees), f"the mesh's axes {', '.join(ours)}"
 
 
 def require_same(group: dist.ProcessGroup, digest: str, what: str) -> None:
@@ -70,3 +97,11 @@ def require_same(group: dist.ProcessGroup, digest: str, what: str) -> None:
             f"the ranks compiled different graphs for {what}: ranks {' / '.join(map(str, ranks.values()))} differ. "
             "Call the model with inputs of the same shapes, dtypes and options on every rank"
         )
+
+
+def make_axes(group: dist.ProcessGroup, meshes: set[Mesh]) -> None:
+    """Make the sub-groups of every mesh that a graph uses, in one order on all ranks, before it runs."""
+    for mesh in sorted(meshes):
+        for axis, degree in zip(AXES, mesh, strict=True):
+            if degree > 1:
+                wire.axis_group(group, mesh, axis)

@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from spcompile import ops
 from spcompile.capture import Captured, capture
-from spcompile.config import Config
+from spcompile.config import Config, Mesh
 from spcompile.dump import dump
 from spcompile.errors import UnsupportedGraphError
 from spcompile.exchanges import Policy
 from spcompile.infer import Inference, infer
+from spcompile.recognise import canonicalise
 from spcompile.report import Report
 from spcompile.rewrite import KEPT_META, Rewritten, rewrite
-from spcompile.sites import Site, find_sites
+from spcompile.sites import Site, find_sites, names_attention
 from spcompile.source import place
 from spcompile.verify import require_distributed, require_strict, verify
 
@@ -34,6 +36,12 @@ class Distributed:
     report: Report
 
     @property
+    def meshes(self) -> set[Mesh]:
+        """The meshes that exchanges of this graph go through."""
+        nodes = [n for n in self.module.graph.nodes if n.target in ops.PROGRAMS]
+        return {tuple(n.args[-2]) for n in nodes}
+
+    @property
     def digest(self) -> str:
         """What all ranks must agree on."""
         return hashlib.sha256(str(self.module.code).encode()).hexdigest()
@@ -43,9 +51,18 @@ def distribute(
     dynamo: fx.GraphModule, example_inputs: Sequence[Any], config: Config, degree: int, group: str, index: int
 ) -> Distributed | None:
     """Run the stages on one Dynamo graph. None if it has no attention: such a graph is compiled as it is."""
-    captured = capture(dynamo, example_inputs)
+    try:
+        captured = capture(dynamo, example_inputs)
+    except Exception as error:
+        if not names_attention(dynamo):
+            return None
+        raise UnsupportedGraphError(
+            f"a graph with attention cannot be traced before dispatch: {type(error).__name__}: {error}. "
+            "Keep what fails here out of the graph that holds the attention: torch.compiler.disable its function"
+        ) from error
+    recognised = canonicalise(captured)
     sites = find_sites(captured.graph_module)
-    log.info("capture: %d nodes, %d attention sites", len(captured.graph.nodes), len(sites))
+    log.info("capture: %d nodes, %d attention sites (%d recognised)", len(captured.graph.nodes), len(sites), recognised)
     if not sites:
         return None
     _require_inference(captured, sites, example_inputs)

@@ -48,6 +48,16 @@ class AttentionCall:
     lengths: tuple[str, str, str, str] | None = None
 
 
+@dataclass(frozen=True)
+class CapturedCall:
+    """What a canonical call stands for: the op, its arguments by name, and the number of varlen sequences."""
+
+    target: torch._ops.OpOverload
+    arguments: Mapping[str, Any]
+    adapter: AttentionCall
+    sequences: int
+
+
 _FLASH = {
     "window_size_left": (-1, None),
     "window_size_right": (-1, None),
@@ -91,7 +101,8 @@ def register_attention(op: Any, adapter: AttentionCall) -> None:
 
     Example::
 
-        spcompile.register_attention(my_ops.attend, spcompile.AttentionCall(q="query", k="key", v="value", shape="bshd"))
+        call = spcompile.AttentionCall(q="query", k="key", v="value", shape="bshd")
+        spcompile.register_attention(my_ops.attend, call)
     """
     overload = getattr(op, "_opoverload", op)
     if not isinstance(overload, torch._ops.OpOverload):
@@ -104,11 +115,16 @@ def register_attention(op: Any, adapter: AttentionCall) -> None:
     CALLS[overload._schema.name] = adapter
 
 
+def adapter_of(node: fx.Node) -> AttentionCall | None:
+    """How to read a call, if its op is a known attention op."""
+    return CALLS.get(node.target._schema.name) if isinstance(node.target, torch._ops.OpOverload) else None
+
+
 def canonicalise(captured: Captured) -> int:
     """Put every recognised call in canonical form. Returns how many there were."""
     count = 0
     for node in list(captured.graph.nodes):
-        adapter = CALLS.get(node.target._schema.name) if isinstance(node.target, torch._ops.OpOverload) else None
+        adapter = adapter_of(node)
         if adapter is not None and _is_plain(node, adapter):
             with tracing(None), captured.fake_mode:
                 _Canonical(captured, node, adapter).replace()
@@ -128,14 +144,11 @@ def _is_plain(node: fx.Node, adapter: AttentionCall) -> bool:
 def _equal_lengths(arguments: Mapping[str, Any], adapter: AttentionCall) -> bool:
     """B sequences of at most n tokens that are B * n together are all n long."""
     assert adapter.lengths is not None
-    for tensor, (offsets, longest) in zip(
-        (adapter.q, adapter.k), (adapter.lengths[:2], adapter.lengths[2:]), strict=True
-    ):
+    queries, longest_query, keys, longest_key = adapter.lengths
+    for tensor, offsets, longest in ((adapter.q, queries, longest_query), (adapter.k, keys, longest_key)):
         count = arguments[offsets].meta["val"].shape[0] - 1
-        if (
-            not isinstance(arguments[longest], int)
-            or arguments[tensor].meta["val"].shape[0] != count * arguments[longest]
-        ):
+        length = arguments[longest]
+        if not isinstance(length, int) or arguments[tensor].meta["val"].shape[0] != count * length:
             return False
     return True
 
@@ -164,7 +177,8 @@ class _Canonical:
                 bool(given.get(a.causal)) if a.causal else False,
                 float(scale) if scale is not None else q.meta["val"].shape[-1] ** -0.5,
             )  # fmt: skip
-            call.meta["captured_call"] = (self.node.target, given, a, self.sequences(given))
+            assert isinstance(self.node.target, torch._ops.OpOverload)
+            call.meta["captured_call"] = CapturedCall(self.node.target, given, a, self.sequences(given))
             out = from_canonical(self.emit, call, a.shape)
         for user in [self.node] if a.result is None else [u for u in self.node.users if u.args[1] == a.result]:
             user.replace_all_uses_with(out)
@@ -199,15 +213,17 @@ def from_canonical(emit: Callable[..., fx.Node], x: fx.Node, shape: Shape) -> fx
 
 
 def call_captured(
-    emit: Callable[..., fx.Node], site: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, other: Callable[[Any], Any]
+    emit: Callable[..., fx.Node], call: CapturedCall, tensors: Mapping[str, Any], other: Callable[[fx.Node], fx.Node]
 ) -> fx.Node:
-    """The op that was captured at ``site``, on other canonical operands; ``other`` maps its further arguments."""
-    target, given, adapter, sequences = site.meta["captured_call"]
-    tensors = {n: from_canonical(emit, x, adapter.shape) for n, x in ((adapter.q, q), (adapter.k, k), (adapter.v, v))}
-    arguments = {name: tensors.get(name) or fx.map_arg(value, other) for name, value in given.items()}
-    kwarg_only = {a.name for a in target._schema.arguments if a.kwarg_only}
-    args = [v for n, v in arguments.items() if n not in kwarg_only]
-    out = emit(target, *args, **{n: v for n, v in arguments.items() if n in kwarg_only})
+    """The captured op on other canonical ``tensors`` (q, k, v, mask); ``other`` maps its further arguments."""
+    adapter = call.adapter
+    new = {getattr(adapter, n): from_canonical(emit, tensors[n], adapter.shape) for n in ("q", "k", "v")}
+    if adapter.mask is not None:
+        new[adapter.mask] = tensors["mask"]
+    arguments = {n: new[n] if n in new else fx.map_arg(value, other) for n, value in call.arguments.items()}
+    by_name = {a.name for a in call.target._schema.arguments if a.kwarg_only}
+    args = [value for n, value in arguments.items() if n not in by_name]
+    out = emit(call.target, *args, **{n: value for n, value in arguments.items() if n in by_name})
     if adapter.result is not None:
         out = emit(operator.getitem, out, adapter.result)
-    return to_canonical(emit, out, adapter.shape, sequences)
+    return to_canonical(emit, out, adapter.shape, call.sequences)

@@ -20,9 +20,10 @@ from torch._guards import tracing
 from spcompile import ops
 from spcompile.call import Call, bind, tensor_of
 from spcompile.capture import Captured
-from spcompile.exchanges import NONE, SitePlan
+from spcompile.exchanges import CAPTURED, NONE, SitePlan
 from spcompile.infer import Inference, is_compute
 from spcompile.layout import REPLICATED, Layout, Segment, Sharded
+from spcompile.recognise import call_captured
 from spcompile.report import AttentionEntry, RegatherEntry, Report
 from spcompile.rules import Plan
 from spcompile.sites import Site
@@ -238,17 +239,15 @@ class _Emitter:
         self.sent = self.collectives = 0
         if chosen.mesh != NONE:
             self.exchange(site, chosen)
-        elif chosen.kernel != "sdpa":
-            self.local_kernel(site, chosen)
         else:
-            self.call(site.node)
+            self.local(site, chosen)
         self.result.report.attention.append(
             AttentionEntry(
                 name=module_of(site.node),
                 source=source_of(site.node),
                 shape=(*site.shape("q"), site.shape("k")[-2]),
                 exchange=chosen.exchange,
-                kernel=chosen.kernel,
+                kernel=site.op_name if chosen.kernel == CAPTURED else chosen.kernel,
                 reason=chosen.reason,
                 collectives=self.collectives,
                 bytes_per_rank=self.sent,
@@ -275,17 +274,13 @@ class _Emitter:
             q, k, v = self.moved(3, ops.ulysses_in._opoverload, q, k, v, q_spec, kv_spec, mesh)
         if gather > 1:
             k, v = self.moved(2, ops.kv_gather._opoverload, k, v, kv_spec, mesh)
-        mask = self.mask(site, q_spec, mesh)
-        if chosen.kernel == "sdpa":
-            out = self.captured_call(site, query=q, key=k, value=v, attn_mask=mask)
-        else:
-            out = self.attend(site, (q, k, v, mask), q_spec, kv_spec, chosen)
+        out = self.attend(site, (q, k, v, self.mask(site, q_spec, mesh)), q_spec, kv_spec, chosen)
         if ulysses > 1:
             (out,) = self.moved(1, ops.ulysses_out._opoverload, out, num_heads, q_spec, mesh)
         self.define(site.node, out, chosen.plan.outputs[0])
 
-    def local_kernel(self, site: Site, chosen: SitePlan) -> None:
-        """A named kernel, or causal rows, where no exchange is needed."""
+    def local(self, site: Site, chosen: SitePlan) -> None:
+        """No exchange: on what this rank holds."""
         layouts, (q, k, v) = self.operands_of(site, chosen.plan)
         mask = self.value(site.mask, layouts[site.mask]) if site.mask is not None else None
         positions = layouts[site.q]
@@ -297,6 +292,13 @@ class _Emitter:
     def attend(
         self, site: Site, tensors: tuple[fx.Node | None, ...], q_spec: list[int], kv_spec: list[int], chosen: SitePlan
     ) -> fx.Node:
+        """The attention itself: the captured call on these tensors, or a named kernel, with a ring if asked for."""
+        named = dict(zip(("q", "k", "v", "mask"), tensors, strict=True))
+        if chosen.kernel == CAPTURED and "captured_call" in site.node.meta:
+            call = site.node.meta["captured_call"]
+            return call_captured(self.emit, call, named, lambda n: self.value(n, REPLICATED))
+        if chosen.kernel == CAPTURED:
+            return self.captured_sdpa(site, named)
         args = (*tensors, q_spec, kv_spec, site.causal, site.scale, chosen.kernel, list(chosen.block))
         hops = chosen.block[0] - 1
         self.collectives += hops
@@ -311,12 +313,13 @@ class _Emitter:
         self.sent += ops.wire.bytes_sent(ops.PROGRAMS[op](0, *fakes), args[-1])
         return [node] if count == 1 else [self.emit(operator.getitem, node, i) for i in range(count)]
 
-    def captured_call(self, site: Site, **tensors: fx.Node | None) -> fx.Node:
-        """The attention call as captured, on other tensors."""
+    def captured_sdpa(self, site: Site, tensors: dict[str, fx.Node | None]) -> fx.Node:
+        """The captured ``scaled_dot_product_attention`` on other tensors."""
+        names = {"query": "q", "key": "k", "value": "v", "attn_mask": "mask"}
         schema = site.node.target._schema.arguments  # type: ignore[union-attr]
-        names = [a.name for a, _ in zip(schema, site.node.args, strict=False)]
-        args = [tensors.get(name, arg) for name, arg in zip(names, site.node.args, strict=True)]
-        kwargs = {name: tensors.get(name, arg) for name, arg in site.node.kwargs.items()}
+        given = [(a.name, value) for a, value in zip(schema, site.node.args, strict=False)]
+        args = [tensors[names[name]] if name in names else value for name, value in given]
+        kwargs = {n: tensors[names[n]] if n in names else value for n, value in site.node.kwargs.items()}
         return self.emit(site.node.target, *args, **kwargs)  # type: ignore[arg-type]
 
     def cast(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:

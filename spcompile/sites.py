@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from spcompile import ops
 from spcompile.call import bind
 from spcompile.errors import UnsupportedGraphError
+from spcompile.recognise import adapter_of
 from spcompile.source import place
 
 aten = torch.ops.aten
@@ -17,7 +19,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Site:
-    """One attention call: q [..., H, S, D], k [..., G, T, D], v [..., G, T, E], mask broadcast to [..., H, S, T]."""
+    """One attention call: q [..., H, S, D], k [..., G, T, D], v [..., G, T, E], mask broadcast to [..., H, S, T].
+
+    ``fixed_lengths``: the captured op takes these S and T only.
+    """
 
     node: fx.Node
     q: fx.Node
@@ -27,6 +32,7 @@ class Site:
     dropout: float
     causal: bool
     scale: float
+    fixed_lengths: bool = False
 
     def shape(self, which: str) -> tuple[int, ...]:
         return tuple(getattr(self, which).meta["val"].shape)
@@ -36,13 +42,22 @@ class Site:
         return self.shape("q")[-2]
 
     @property
+    def op_name(self) -> str:
+        """The captured op, as the report names it."""
+        target = self.node.meta["captured_call"].target if "captured_call" in self.node.meta else self.node.target
+        return (
+            str(target).removeprefix("aten.").removesuffix(".default").replace("scaled_dot_product_attention", "sdpa")
+        )
+
+    @property
     def cost(self) -> int:
         """Multiply-adds of the scores: which site matters most."""
         q = self.shape("q")
         return torch.Size(q).numel() * self.shape("k")[-2]
 
 
-def _sdpa(arguments: dict[str, Any]) -> dict[str, Any]:
+def _sdpa(node: fx.Node) -> dict[str, Any]:
+    arguments = bind(node)
     return {
         "q": arguments["query"],
         "k": arguments["key"],
@@ -54,14 +69,27 @@ def _sdpa(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-ATTENTION = {aten.scaled_dot_product_attention.default: _sdpa}
-"""Attention op -> from its arguments by name to the fields of a `Site`."""
+def _recognised(node: fx.Node) -> dict[str, Any]:
+    return bind(node) | {"fixed_lengths": node.meta["captured_call"].adapter.lengths is not None}
+
+
+ATTENTION = {
+    aten.scaled_dot_product_attention.default: _sdpa,
+    ops.attention_call._opoverload: _recognised,
+}
+"""Attention op -> from a call to the fields of a `Site`."""
 
 
 def has_attention(module: fx.GraphModule) -> bool:
     """Is there an attention call anywhere, nested graphs included?"""
     graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
-    return any(n.target in ATTENTION for g in graphs for n in g.nodes)
+    return any(n.target in ATTENTION or adapter_of(n) for g in graphs for n in g.nodes)
+
+
+def names_attention(dynamo: fx.GraphModule) -> bool:
+    """Does Dynamo's graph call anything by the name of attention?"""
+    graphs = [m.graph for m in dynamo.modules() if isinstance(m, fx.GraphModule)]
+    return any("attention" in str(n.target) or adapter_of(n) for g in graphs for n in g.nodes)
 
 
 def find_sites(module: fx.GraphModule) -> list[Site]:
@@ -74,4 +102,4 @@ def find_sites(module: fx.GraphModule) -> list[Site]:
                     f"{place(node)}: attention inside `{node.target}`, whose branches are compiled apart. "
                     "Move the attention out of it, or decide in Python before the compiled model is called."
                 )
-    return [Site(node, **ATTENTION[node.target](bind(node))) for node in module.graph.nodes if node.target in ATTENTION]
+    return [Site(node, **ATTENTION[node.target](node)) for node in module.graph.nodes if node.target in ATTENTION]

@@ -9,6 +9,7 @@ from torch import fx
 
 from spcompile import ops
 from spcompile.errors import UnsupportedGraphError
+from spcompile.recognise import adapter_of
 from spcompile.report import Report
 from spcompile.rewrite import Rewritten
 from spcompile.sites import ATTENTION, Site
@@ -43,7 +44,8 @@ def _input_strides(node: fx.Node) -> list[tuple[int, ...]]:
 
 
 def _count_sites(rewritten: Rewritten, sites: Sequence[Site]) -> None:
-    left = sum(n.target in ATTENTION or n.target is ops.attention._opoverload for n in rewritten.graph.nodes)
+    kinds = {*ATTENTION, ops.attention._opoverload}
+    left = sum(n.target in kinds or adapter_of(n) is not None for n in rewritten.graph.nodes)
     if not left == len(rewritten.report.attention) == len(sites):
         raise UnsupportedGraphError(
             f"{len(sites)} attention calls were captured, {len(rewritten.report.attention)} were handled and {left} "

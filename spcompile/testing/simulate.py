@@ -135,7 +135,7 @@ class _Lockstep:
         per_rank = [_of_rank((node.args, node.kwargs), env, r) for r in range(self.degree)]
         program = ops.PROGRAMS.get(target)
         if program is not None:
-            mesh = node.args[-2]
+            mesh: Any = node.args[-2]
             return ops.wire.in_lockstep([program(r, *args[:-1]) for r, (args, _) in enumerate(per_rank)], mesh)
         if target is aten.copy_.default:  # all ranks share the one input here
             args, _ = per_rank[rank]
