@@ -8,12 +8,14 @@ hands over is specialised, which leaves a guard, so that another resolution gets
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
+import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._functorch._aot_autograd.functional_utils import (
     from_fun,
@@ -144,6 +146,26 @@ def capture(dynamo: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     stand_ins, refused = _find_stand_ins(eager_outputs, originals[: len(inputs)], traced, mutated)
     refusals += _shared_inputs(inputs, mutated) + refused
     return Captured(traced, fake_mode, stand_ins, refusals)
+
+
+def retarget(captured: Captured, device: str) -> None:
+    """Pretend that all of a captured graph is on ``device``: to plan for one that is not there."""
+    on_device = torch.device(device)
+
+    def moved(x: Any) -> Any:
+        return on_device if isinstance(x, torch.device) else x
+
+    with tracing(None), captured.fake_mode:
+        for node in captured.graph.nodes:
+            value = node.meta.get("val")
+            node.args, node.kwargs = pytree.tree_map(moved, (node.args, node.kwargs))
+            if node.target is aten.view.default:  # the other device's kernels may give other strides
+                node.target = aten.reshape.default
+            if node.op in ("placeholder", "get_attr") and isinstance(value, Tensor):
+                node.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+            elif isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+                node.meta["val"] = node.target(*args, **kwargs)
 
 
 def _clean(traced: fx.GraphModule, fake_mode: FakeTensorMode) -> None:

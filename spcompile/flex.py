@@ -21,9 +21,11 @@ def without_plain_flex(module: fx.GraphModule) -> fx.GraphModule:
     if not plain:
         return module
     graph = fx.Graph()
-    output = graph.graph_copy(module.graph, copies := {})
+    copies: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(module.graph, copies)
     graph.output(output)
-    for old, new in copies.items():
+    pairs: Any = copies.items()
+    for old, new in pairs:
         if old.name not in plain:
             continue
         (
@@ -49,7 +51,7 @@ def _heads(node: Any) -> int:
     return node.meta["example_value"].shape[1]
 
 
-def _is_plain(module: fx.GraphModule, node: fx.Node) -> bool:
+def _is_plain(module: fx.GraphModule, node: Any) -> bool:
     """Score and mask are left alone, nothing is captured, and nobody uses the log-sum-exp."""
     _, _, _, score_mod, block_mask, *_ = node.args
     score, mask = getattr(module, score_mod.target), getattr(module, block_mask[-1].target)
@@ -58,10 +60,10 @@ def _is_plain(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _returns_score(score_mod: fx.GraphModule) -> bool:
-    nodes = list(score_mod.graph.nodes)
+    nodes: list[Any] = list(score_mod.graph.nodes)
     return nodes[-1].args[0] is nodes[0]
 
 
 def _returns_true(mask_mod: fx.GraphModule) -> bool:
-    result = mask_mod.graph.output_node().args[0]
+    result: Any = mask_mod.graph.output_node().args[0]
     return getattr(result, "target", None) in ("new_ones", torch.ones) and result.kwargs.get("dtype") is torch.bool

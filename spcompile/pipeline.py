@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from spcompile import ops
-from spcompile.capture import Captured, capture
+from spcompile.capture import Captured, capture, retarget
 from spcompile.config import Config, Mesh
 from spcompile.dump import dump
 from spcompile.errors import UnsupportedGraphError
@@ -48,9 +48,18 @@ class Distributed:
 
 
 def distribute(
-    dynamo: fx.GraphModule, example_inputs: Sequence[Any], config: Config, degree: int, group: str, index: int
+    dynamo: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: Config,
+    degree: int,
+    group: str,
+    index: int,
+    device: str | None = None,
 ) -> Distributed | None:
-    """Run the stages on one Dynamo graph. None if it has no attention: such a graph is compiled as it is."""
+    """Run the stages on one Dynamo graph. None if it has no attention: such a graph is compiled as it is.
+
+    ``device`` plans for another device than the inputs', without having one.
+    """
     try:
         captured = capture(dynamo, example_inputs)
     except Exception as error:
@@ -60,6 +69,8 @@ def distribute(
             f"a graph with attention cannot be traced before dispatch: {type(error).__name__}: {error}. "
             "Keep what fails here out of the graph that holds the attention: torch.compiler.disable its function"
         ) from error
+    if device is not None:
+        retarget(captured, device)
     recognised = canonicalise(captured)
     sites = find_sites(captured.graph_module)
     log.info("capture: %d nodes, %d attention sites (%d recognised)", len(captured.graph.nodes), len(sites), recognised)

@@ -309,8 +309,8 @@ class _Emitter:
         """Emit a one-collective op with ``count`` results, and count what it sends."""
         node = self.emit(op, *args, self.group)
         self.collectives += 1
-        fakes = fx.map_arg(args, lambda n: n.meta["val"])
-        self.sent += ops.wire.bytes_sent(ops.PROGRAMS[op](0, *fakes), args[-1])
+        shapes = fx.map_arg(args, lambda n: torch.empty_like(n.meta["val"], device="meta"))
+        self.sent += ops.wire.bytes_sent(ops.PROGRAMS[op](0, *shapes), args[-1])
         return [node] if count == 1 else [self.emit(operator.getitem, node, i) for i in range(count)]
 
     def captured_sdpa(self, site: Site, tensors: dict[str, fx.Node | None]) -> fx.Node:

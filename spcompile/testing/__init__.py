@@ -1,5 +1,5 @@
-"""For tests, the user's as much as ours: simulate any number of ranks in one process."""
+"""For tests, the user's as much as ours: any number of ranks in one process, and plans for devices not at hand."""
 
-from spcompile.testing.simulate import Simulation, simulate
+from spcompile.testing.simulate import Plan, Simulation, plan, simulate
 
-__all__ = ["Simulation", "simulate"]
+__all__ = ["Plan", "Simulation", "plan", "simulate"]

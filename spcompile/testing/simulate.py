@@ -61,25 +61,87 @@ def simulate(
         for out in run.outputs:
             torch.testing.assert_close(out, model(**inputs))
     """
-    if backend_options.pop("inner", "eager") != "eager":
-        raise SPConfigError("simulate runs the rewritten graph eagerly; leave inner= out")
-    if backend_options.pop("mesh", None) is not None:
-        raise SPConfigError("simulate needs no process group; leave mesh= out")
-    defaults = {"ulysses": None, "ring": None, "kv_gather": None, "kernel": "auto", "options": None,
-                "strict": False, "min_tokens": 1, "dump": None}  # fmt: skip
-    config = make_config(sp, inner="eager", **(defaults | backend_options))
-    if config.degree is None:
-        raise SPConfigError("simulate needs a number of ranks: sp=2, for example")
+    config = _config(sp, backend_options)
+    assert config.degree is not None
     backend = _Backend(config, config.degree)
     kwargs = dict(kwargs or {})
     outputs = []
-    limits = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
-    with torch.no_grad(), torch._dynamo.config.patch(limits):  # past its limit Dynamo would run the model as it is
+    with torch.no_grad(), torch._dynamo.config.patch(_NO_LIMITS):
         compiled = torch.compile(model, backend=backend)
         for backend.rank in range(config.degree):
             with _left_as_found([model, args, kwargs]):
                 outputs.append(pytree.tree_map(_copied, compiled(*args, **kwargs)))
     return Simulation(outputs, backend.report)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rewritten graphs that every rank would run, and the report."""
+
+    graphs: list[fx.GraphModule]
+    report: Report
+
+
+def plan(
+    model: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    sp: int | None = None,
+    device: str | None = None,
+    **backend_options: Any,
+) -> Plan:
+    """Plan a run without running it, also for a device that is not there and for models that do not fit in memory.
+
+    Args:
+        model, args, kwargs: as for `simulate`; parameters and tensors may be on the ``meta`` device.
+        sp, backend_options: as for `spcompile.backend`.
+        device: plan as if everything were on it, ``"cuda"`` for example.
+
+    Raises:
+        SPError: what `spcompile.backend` would raise there.
+
+    Example::
+
+        with torch.device("meta"):
+            model = FluxTransformer2DModel()
+        print(spcompile.testing.plan(model, kwargs=inputs, sp=8, device="cuda").report)
+    """
+    config = _config(sp, backend_options)
+    assert config.degree is not None
+    planned = Plan([], Report(degree=config.degree))
+
+    def compiler(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        assert config.degree is not None
+        with through_dynamo():
+            index = planned.report.graphs
+            local = distribute(module, example_inputs, config, config.degree, "planned", index, device)
+        if local is not None:
+            planned.graphs.append(local.module)
+            planned.report.add(local.report)
+        return module.forward
+
+    with torch.no_grad(), torch._dynamo.config.patch(_NO_LIMITS):
+        torch.compile(model, backend=compiler)(*args, **dict(kwargs or {}))
+    return planned
+
+
+_NO_LIMITS = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
+"""Past its limit Dynamo would run the model as it is."""
+
+
+def _config(sp: int | None, options: dict[str, Any]) -> Config:
+    """The configuration of a backend that has no process group and runs eagerly."""
+    if options.pop("inner", "eager") != "eager":
+        raise SPConfigError("a simulation runs the rewritten graph eagerly; leave inner= out")
+    if options.pop("mesh", None) is not None:
+        raise SPConfigError("a simulation needs no process group; leave mesh= out")
+    defaults = {"ulysses": None, "ring": None, "kv_gather": None, "kernel": "auto", "options": None,
+                "strict": False, "min_tokens": 1, "dump": None}  # fmt: skip
+    config = make_config(sp, inner="eager", **(defaults | options))
+    if config.degree is None:
+        raise SPConfigError("a simulation needs a number of ranks: sp=2, for example")
+    return config
 
 
 class _Backend:
