@@ -51,6 +51,19 @@ def runs(layout: Sequence[int], degree: int, span: int, block: int) -> list[Run]
     return found
 
 
+def padding(layout: Sequence[int], degree: int, span: int, block: int) -> list[Run]:
+    """The padding of block ``block``: copies of their segment's last token, as whose queries they count."""
+    found: list[Run] = []
+    local = segment_start = 0
+    for n in layout[2:]:
+        _, count = chunks.first_token(n, degree, span, block)
+        size = chunks.block_tokens(n, degree, span)
+        if count < size:
+            found.append(Run(local + count, segment_start + abs(n) - 1, size - count))
+        local, segment_start = local + size, segment_start + abs(n)
+    return found
+
+
 def _pick(x: Tensor, dim: int, pieces: Sequence[tuple[int, int]]) -> Tensor:
     """The (start, count) pieces of a dim, one after the other: a view if there is one piece."""
     parts = [x.narrow(dim, start, count) for start, count in pieces]
@@ -112,6 +125,7 @@ def program(
     ring, gather, width = mesh
     degree, at = meshes.degree(mesh), meshes.coordinate(mesh, rank, "ring")
     queries = runs(q_layout, degree, width, rank // width % (degree // width))
+    copies = padding(q_layout, degree, width, rank // width % (degree // width))
     shape = (*torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3]), *q.shape[-3:-1], v.shape[-1])
     square = width == degree and q.shape[-2] == k.shape[-2]
     if ring == 1 and (square or not causal):  # one call does it: no merging
@@ -126,6 +140,7 @@ def program(
         keys = runs(kv_layout, degree, gather * width, (at - hop) % ring)
         if causal:
             _add_causal(merged, q, k, v, queries, keys, scale, kernel)
+            _add_causal_padding(merged, q, k, v, copies, keys, scale, kernel)
         elif keys:
             _add_block(merged, q, k, v, mask, keys, scale, kernel)
         if shift is not None:
@@ -175,6 +190,28 @@ def _add_causal(
                 out, lse = attend(kernel, some_q, some_k, some_v, None, square, scale, True)
                 assert lse is not None
                 merged.add(rows.local + q0 - rows.start, out, lse)
+
+
+def _add_causal_padding(
+    merged: Merged,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    copies: Sequence[Run],
+    keys: Sequence[Run],
+    scale: float,
+    kernel: str,
+) -> None:
+    """Padding queries see what the token they repeat sees."""
+    for rows in copies:
+        for cols in keys:
+            seen = min(cols.end, rows.start + 1) - cols.start
+            if seen > 0:
+                some_q = q.narrow(-2, rows.local, rows.count)
+                some_k, some_v = (x.narrow(-2, cols.local, seen) for x in (k, v))
+                out, lse = attend(kernel, some_q, some_k, some_v, None, False, scale, True)
+                assert lse is not None
+                merged.add(rows.local, out, lse)
 
 
 def _check(
@@ -234,7 +271,7 @@ def attention(
         mesh: ``[ring, kv_gather, ulysses]``.
         group: process group name.
     Returns:
-        [..., H, S_block, E], contiguous; padding rows are unspecified.
+        [..., H, S_block, E], contiguous; padding repeats the last token's.
     Raises:
         ValueError: shapes that do not fit the layouts, mixed dtypes, a mask with ``causal``.
     """

@@ -7,7 +7,8 @@ A cut dim is described by plain ints, so that it can stand in an op's schema::
     layout = [outer, inner, *segments]          # e.g. [1, 1, 512, 4096]
 
 The dim's extent is ``outer * sum(segments) * inner``. Every segment of ``n`` tokens is cut into P chunks
-of ``ceil(n / P)`` tokens; what the last chunks lack is padding, zeros that no real token ever reads.
+of ``ceil(n / P)`` tokens; what the last chunks lack is padding. No real token ever reads it, and it repeats the
+segment's last token, so that nothing computed from it can fail where the real values do not.
 Chunk i lives on rank i; for a segment written ``-n``, on rank P - 1 - i (the tail halves of a balanced
 causal ring). A rank may hold ``span`` neighbouring chunks as one block; with ``span`` = P it holds the whole
 dim and no padding. Everything here is local: no communication, no rank of our own.
@@ -71,7 +72,7 @@ def first_token(num_tokens: int, degree: int, span: int, block: int) -> tuple[in
 def cut_into(
     out: Tensor, x: Tensor, dim: int, layout: Sequence[int], degree: int, span: int, part: int, parts: int
 ) -> None:
-    """Write part ``part`` of ``parts`` of a block ``x`` of ``span`` chunks into ``out``, padding with zeros.
+    """Write part ``part`` of ``parts`` of a block ``x`` of ``span`` chunks into ``out``, with padding.
 
     ``out`` has the shape of ``x`` but for ``dim``.
     """
@@ -85,7 +86,8 @@ def cut_into(
         valid = min(size, have - first)
         dst.narrow(dim + 1, dst_start, valid).copy_(src.narrow(dim + 1, src_start + first, valid))
         if valid < size:
-            dst.narrow(dim + 1, dst_start + valid, size - valid).zero_()
+            last = src.narrow(dim + 1, src_start + have - 1, 1)
+            dst.narrow(dim + 1, dst_start + valid, size - valid).copy_(last)
         src_start, dst_start = src_start + have, dst_start + size
 
 

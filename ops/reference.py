@@ -13,17 +13,13 @@ from torch import Tensor
 
 
 def shard(x: Tensor, dim: int, layout: Sequence[int], degree: int) -> list[Tensor]:
-    """Every rank's chunk of ``x``: pad each segment to a multiple of P with zeros, then cut it in P."""
+    """Every rank's chunk of ``x``: pad each segment to a multiple of P with its last token, then cut it in P."""
     outer, inner, *segments = layout
     rows = x.movedim(dim, 0).reshape(outer, sum(segments), inner, -1)
     ranks: list[list[Tensor]] = [[] for _ in range(degree)]
     for segment in rows.split(list(segments), dim=1):
         missing = -segment.shape[1] % degree
-        padded = (
-            torch.cat([segment, torch.zeros_like(segment[:, :1]).expand(-1, missing, -1, -1)], dim=1)
-            if missing and segment.shape[1]
-            else segment
-        )
+        padded = torch.cat([segment, segment[:, -1:].expand(-1, missing, -1, -1)], dim=1) if missing else segment
         for mine, chunk in zip(ranks, padded.tensor_split(degree, dim=1), strict=True):
             mine.append(chunk)
     rest = [n for d, n in enumerate(x.shape) if d != dim]

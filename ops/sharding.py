@@ -43,7 +43,7 @@ def shard(x: Tensor, dim: int, layout: Sequence[int], mesh: Sequence[int], group
         mesh: ``[ring, kv_gather, ulysses]``, of P ranks.
         group: process group name.
     Returns:
-        A new contiguous tensor with ``dim`` of ``outer * sum(ceil(n / P)) * inner``; padding is zero.
+        A new contiguous tensor with ``dim`` of ``outer * sum(ceil(n / P)) * inner``; padding repeats the last token.
     Raises:
         ValueError: the layout does not describe ``x``.
     """

@@ -179,7 +179,7 @@ def ulysses_out(o: Tensor, num_heads: int, q_layout: Sequence[int], mesh: Sequen
         q_layout: ``[1, 1, *segments]`` of the query tokens.
         mesh, group: as in `ulysses_in`.
     Returns:
-        [..., H, S_local, E], stored as [..., S_local, H, E]; padding rows are unspecified.
+        [..., H, S_local, E], stored as [..., S_local, H, E]; padding repeats the last token's.
     Raises:
         ValueError: heads or lengths that do not fit.
     """

@@ -108,20 +108,23 @@ def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int])
         return None
     peers = axis_group(group, mesh, request.axis)
     send = request.send.contiguous()
+    raw = send.view(-1).view(torch.uint8)  # collectives do not take every dtype, and bytes are bytes
     if isinstance(request, AllToAll):
-        return funcol.wait_tensor(funcol.all_to_all_single(send, None, None, peers))
-    gathered = funcol.wait_tensor(_all_gather(send.view(-1), 0, peers))
-    return gathered.view(peers.size(), *send.shape)
+        received = funcol.wait_tensor(funcol.all_to_all_single(raw, None, None, peers))
+        return received.view(send.dtype).view(send.shape)
+    gathered = funcol.wait_tensor(_all_gather(raw, 0, peers))
+    return gathered.view(send.dtype).view(peers.size(), *send.shape)
 
 
 def _start(shift: Shift, group: dist.ProcessGroup) -> None:
     rank, size = dist.get_rank(group), group.size()
     shift.received = torch.empty_like(shift.send)
+    outgoing, incoming = shift.send.view(-1).view(torch.uint8), shift.received.view(-1).view(torch.uint8)
     to, source = (rank + 1) % size, (rank - 1) % size
     shift.works = dist.batch_isend_irecv(
         [
-            dist.P2POp(dist.isend, shift.send, group=group, group_peer=to),
-            dist.P2POp(dist.irecv, shift.received, group=group, group_peer=source),
+            dist.P2POp(dist.isend, outgoing, group=group, group_peer=to),
+            dist.P2POp(dist.irecv, incoming, group=group, group_peer=source),
         ]
     )
 

@@ -30,6 +30,7 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from spcompile.flex import without_plain_flex
+from spcompile.sharing import keep_sharing
 
 aten = torch.ops.aten
 higher_order = torch.ops.higher_order
@@ -40,25 +41,21 @@ INLINED = {
 }
 """Wrappers around a plain call of their first argument, and where that call's own arguments begin."""
 
-BOOKKEEPING = {aten._assert_tensor_metadata.default, aten._assert_async.msg, aten._assert_scalar.default}
-"""Nodes that check and compute nothing."""
-
-
-StandIn = tuple[fx.Node | int, Sequence[int], Sequence[int], int]
+BOOKKEEPING = {aten._assert_tensor_metadata.default}
+"""Notes of the tracer to itself."""
 
 
 @dataclass(frozen=True)
 class Captured:
     """A functional ATen graph with one placeholder per placeholder of Dynamo's graph, in its order.
 
-    ``node.meta["val"]`` holds each value as a fake tensor of ``fake_mode``. ``stand_ins`` maps an output's
-    position to how it lies in another's memory: ``(input placeholder or earlier output, size, stride, offset)``.
-    ``refusals`` are ways in which Dynamo's graph shares memory that a functional graph cannot express.
+    ``node.meta["val"]`` holds each value as a fake tensor of ``fake_mode``. Outputs that lie in an input's or
+    another output's memory end in view ops of their own, marked ``node.meta["whole"]``: computed on whole values,
+    they lie there again. ``refusals`` are ways of sharing memory that a functional graph cannot express.
     """
 
     graph_module: fx.GraphModule
     fake_mode: FakeTensorMode
-    stand_ins: dict[int, StandIn]
     refusals: list[str]
 
     @property
@@ -143,9 +140,10 @@ def capture(dynamo: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     _restore_placeholders(traced, dynamo, list(attributes.items()), originals)
     _end_with_copies(traced, len(eager_outputs), mutated)
     _clean(traced, fake_mode)
-    stand_ins, refused = _find_stand_ins(eager_outputs, originals[: len(inputs)], traced, mutated)
-    refusals += _shared_inputs(inputs, mutated) + refused
-    return Captured(traced, fake_mode, stand_ins, refusals)
+    refusals += _shared_inputs(inputs, mutated)
+    refusals += keep_sharing(traced.graph, eager_outputs, originals[: len(inputs)])
+    traced.recompile()
+    return Captured(traced, fake_mode, refusals)
 
 
 def retarget(captured: Captured, device: str) -> None:
@@ -226,46 +224,3 @@ def _shared_inputs(inputs: Sequence[Any], mutated: Sequence[int]) -> list[str]:
     storages = {i: x.untyped_storage()._cdata for i, x in enumerate(inputs) if isinstance(x, Tensor)}
     shared = [(i, j) for i in mutated for j, s in storages.items() if j != i and s == storages[i]]
     return [f"graph input {i} is written in place and shares memory with input {j}; pass clones" for i, j in shared]
-
-
-def _find_stand_ins(
-    outputs: Sequence[Any], inputs: Sequence[Any], traced: fx.GraphModule, mutated: Sequence[int]
-) -> tuple[dict[int, StandIn], list[str]]:
-    """Outputs that lie in an input's or another output's memory, which callers may rely on; and what is refused."""
-    placeholders = traced.graph.find_nodes(op="placeholder")
-    owner: dict[int, tuple[fx.Node | int, Tensor]] = {}
-    for node, x in zip(placeholders, inputs, strict=False):
-        if isinstance(x, Tensor):
-            owner.setdefault(x.untyped_storage()._cdata, (node, x))
-    found: dict[int, StandIn] = {}
-    refusals: list[str] = []
-    without_owner: dict[int, list[int]] = {}
-    largest_first = sorted(
-        (i for i, o in enumerate(outputs) if isinstance(o, Tensor)), key=lambda i: -outputs[i].numel()
-    )
-    for i in largest_first:
-        out = outputs[i]
-        storage = out.untyped_storage()
-        if storage._cdata not in owner:
-            if out.numel() * out.element_size() == storage.nbytes():
-                owner[storage._cdata] = (i, out)
-            else:
-                without_owner.setdefault(storage._cdata, []).append(i)
-            continue
-        base, whole = owner[storage._cdata]
-        if whole.dtype == out.dtype:
-            found[i] = (base, out.shape, out.stride(), out.storage_offset())
-        elif isinstance(base, int) or placeholders.index(base) in mutated:
-            refusals.append(f"output {i} is another value's memory read as {out.dtype}; return a clone")
-    for members in without_owner.values():
-        if len(members) > 1 and _overlap([outputs[i] for i in members]):
-            refusals.append(f"outputs {members} are overlapping views of one value; return clones")
-    return found, refusals
-
-
-def _overlap(tensors: Sequence[Tensor]) -> bool:
-    """Do any two of these views of one storage share an element?"""
-    size = tensors[0].untyped_storage().nbytes() // tensors[0].element_size()
-    index = torch.arange(size)
-    taken = torch.cat([index.as_strided(t.shape, t.stride(), t.storage_offset()).flatten() for t in tensors])
-    return taken.unique().numel() < taken.numel()

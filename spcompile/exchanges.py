@@ -142,10 +142,9 @@ class _Planner:
         plan = Plan(tuple(REPLICATED for _ in self.call.operands), (REPLICATED,))
         return SitePlan("replicated", plan, "", refusal=refusal)
 
-    def operands(self, **wanted: Layout) -> tuple[Layout, ...]:
-        """Layouts by operand number from layouts by name (q, k, v, mask)."""
-        by_node = {getattr(self.site, n): lay for n, lay in wanted.items() if getattr(self.site, n) is not None}
-        return tuple(by_node[node] for node in self.call.operands)
+    def operands(self, q: Layout, k: Layout, v: Layout, mask: Layout) -> tuple[Layout, ...]:
+        """Layouts in operand order."""
+        return (q, k, v) if self.site.mask is None else (q, k, v, mask)
 
     def batched(self, q: Sharded) -> SitePlan:
         """Tokens are folded into the batch (temporal or window attention): each rank has whole sequences."""
@@ -192,7 +191,7 @@ class _Planner:
         layouts = self.sequence_layouts()
         if layouts is None:
             return self.replicated("query, key and value are sharded along different dims")
-        q, k, v = layouts
+        q, k = layouts
         meshes = [self.policy.mesh] if self.policy.mesh else _factorisations(self.policy.degree)
         possible: list[SitePlan] = []
         excluded: dict[str, str] = {}
@@ -202,7 +201,7 @@ class _Planner:
                 excluded[describe_mesh(mesh)] = why
                 continue
             balance = self.site.causal and mesh[0] > 1 and not any(s.mirrored for s in q.segments)
-            operands = self.operands(q=q, k=k, v=k if v.borders() != k.borders() else v, mask=REPLICATED)
+            operands = self.operands(q=q, k=k, v=k, mask=REPLICATED)
             possible.append(
                 SitePlan(
                     describe_mesh(mesh),
@@ -219,19 +218,19 @@ class _Planner:
             return self.refused(self.why_none(excluded))
         return self.cheapest(possible, excluded)
 
-    def sequence_layouts(self) -> tuple[Sharded, Sharded, Sharded] | None:
-        """q, k and v along their token dims; one that is whole is cut like its partner, or on its own."""
+    def sequence_layouts(self) -> tuple[Sharded, Sharded] | None:
+        """Layouts of q, and of k and v, along their token dims; what is whole is cut like its partner, or anew."""
 
         def along(name: str, partner: str | None) -> Sharded | None:
             lay, other = self.layouts[name], self.layouts[partner] if partner else None
-            if isinstance(lay, Sharded):
+            if isinstance(lay, Sharded) and (lay.outer, lay.inner) == (1, 1):
                 return lay if lay.dim == self.seq else None
-            if isinstance(other, Sharded) and other.dim == self.seq:
+            if isinstance(other, Sharded) and other.dim == self.seq and (other.outer, other.inner) == (1, 1):
                 return other
             return Sharded(self.seq, self.call.new_root((self.call.node, name), self.site.shape(name)[self.seq]))
 
         q, k, v = along("q", None), along("k", "v"), along("v", "k")
-        return None if q is None or k is None or v is None else (q, k, v)
+        return None if q is None or k is None or v is None else (q, k)
 
     def cheapest(self, possible: list[SitePlan], excluded: dict[str, str]) -> SitePlan:
         best, *others = sorted(possible, key=lambda p: p.cost.total)

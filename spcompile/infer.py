@@ -26,7 +26,7 @@ from spcompile.errors import UnsupportedGraphError
 from spcompile.exchanges import Policy, SitePlan, plan_site
 from spcompile.layout import REPLICATED, Layout, Origin, Segment, Sharded, missing_cuts, same_tokens
 from spcompile.rules import Plan, rule_for
-from spcompile.sites import ATTENTION, Site
+from spcompile.sites import ATTENTION, Site, bodies
 from spcompile.source import place
 
 aten = torch.ops.aten
@@ -175,6 +175,8 @@ class _Forward:
         layouts = [self.found.layouts[n] for n in call.operands]
         if node in self.search.sites:
             return self.site(call, layouts)
+        if node.meta.get("whole"):
+            return self.planned(call, _whole(call))
         if not any(isinstance(lay, Sharded) for lay in layouts):
             return REPLICATED
         return self.planned(call, self.plan(call, layouts))
@@ -184,7 +186,7 @@ class _Forward:
         named = {name: self.found.layouts[getattr(site, name)] for name in ("q", "k", "v")}
         chosen = plan_site(site, call, named, self.search.policy)
         self.search.balanced |= chosen.balance
-        if chosen.refusal is None and not self.agree(call, chosen.plan, layouts):
+        if chosen.refusal is None and not self.agree(call, chosen.plan, layouts, may_regather=True):
             chosen = SitePlan("replicated", _whole(call), "query, key and value carry different tokens")
         self.found.sites[call.node] = chosen
         layout = self.planned(call, chosen.plan)
@@ -206,17 +208,17 @@ class _Forward:
 
     def planned(self, call: Call, plan: Plan) -> Any:
         self.found.plans[call.node] = plan
-        value = call.node.meta["val"]
-        return plan.outputs[0] if isinstance(value, torch.Tensor) else plan.outputs
+        return plan.layout_of(call.node.meta["val"])
 
     def regather(self, call: Call, reason: str) -> Plan:
         self.found.regathered[call.node] = reason
         return _whole(call)
 
-    def agree(self, call: Call, plan: Plan, layouts: list[Layout]) -> bool:
+    def agree(self, call: Call, plan: Plan, layouts: list[Layout], may_regather: bool = False) -> bool:
         """Do all sharded operands get the plan's cuts? Asks for those that are missing on either side.
 
-        False if an operand lies along the same dim with other cuts and nobody can be asked to change that.
+        False if an operand lies along the same dim with other cuts and nobody can be asked to change that, or
+        carries other tokens, unless it may be regathered and cut again.
         """
         cuts: list[tuple[object, int]] = []
         for have, need in zip(layouts, plan.operands, strict=True):
@@ -225,6 +227,8 @@ class _Forward:
             if have.dim != need.dim:
                 continue  # regathered and cut along the other dim
             if not same_tokens(have, need):
+                if may_regather:
+                    continue
                 return False
             for lay, other in ((have, need), (need, have)):
                 missing = missing_cuts(lay, other.borders())
@@ -264,6 +268,8 @@ def _depends_on_compute(graph: fx.Graph) -> set[fx.Node]:
 def _is_random(node: fx.Node) -> bool:
     """Does the call draw random numbers? Dropout that drops nothing does not."""
     target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return any(_is_random(n) for body in bodies(node) for n in body.graph.nodes)
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     if target in ATTENTION:

@@ -101,6 +101,8 @@ class _Emitter:
         assert self.origin is not None
         whole = self.emit(ops.unshard._opoverload, *self.cut(local, layout))
         self.expect(whole, REPLICATED, node)
+        if node.meta.get("shared"):  # views of it must be views again
+            whole = self.restrided(whole, node)
         self.versions[node][REPLICATED] = whole
         sent = _num_bytes(local) * (self.degree - 1)
         report = self.result.report
@@ -187,8 +189,8 @@ class _Emitter:
     def getitem(self, node: fx.Node) -> None:
         source, index = node.args
         new = self.emit(operator.getitem, self.plain[source], index)  # type: ignore[index]
-        plan = self.found.plans.get(source)  # type: ignore[arg-type]
-        self.define(node, new, plan.outputs[index] if plan else REPLICATED)  # type: ignore[index]
+        layouts = _result(self.found.plans.get(source), source)  # type: ignore[arg-type]
+        self.define(node, new, layouts[index])
 
     def call(self, node: fx.Node) -> None:
         plan = self.found.plans.get(node)
@@ -230,7 +232,7 @@ class _Emitter:
             new.meta.update({k: node.meta[k] for k in (*KEPT_META, "val") if k in node.meta})
         else:
             new = self.emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
-        self.define(node, new, tuple(REPLICATED for _ in node.users))
+        self.define(node, new, _result(None, node))
 
     # attention
 
@@ -256,17 +258,16 @@ class _Emitter:
             )
         )
 
-    def operands_of(self, site: Site, plan: Plan) -> tuple[dict[fx.Node, Layout], list[fx.Node]]:
-        """The plan's layouts by captured node, and q, k and v in them, in the dtype of the attention."""
-        operands = Call(site.node, self.degree, lambda key, n: ()).operands
-        layouts = dict(zip(operands, plan.operands, strict=True))
+    def operands_of(self, site: Site, plan: Plan) -> list[fx.Node]:
+        """q, k and v in the plan's layouts, in the dtype of the attention."""
         dtype = site.node.meta["val"].dtype
-        return layouts, [self.cast(self.value(n, layouts[n]), dtype) for n in (site.q, site.k, site.v)]
+        tensors = zip((site.q, site.k, site.v), plan.operands, strict=False)
+        return [self.cast(self.value(n, layout), dtype) for n, layout in tensors]
 
     def exchange(self, site: Site, chosen: SitePlan) -> None:
         """Collect what the queries need, attend, and bring the outputs home."""
-        layouts, (q, k, v) = self.operands_of(site, chosen.plan)
-        q_spec, kv_spec = (layouts[n].spec() for n in (site.q, site.k))  # type: ignore[union-attr]
+        q, k, v = self.operands_of(site, chosen.plan)
+        q_spec, kv_spec = (lay.spec() for lay in chosen.plan.operands[:2])  # type: ignore[union-attr]
         mesh = list(chosen.mesh)
         _, gather, ulysses = mesh
         num_heads = site.shape("q")[-3] if ulysses > 1 else 1
@@ -281,9 +282,9 @@ class _Emitter:
 
     def local(self, site: Site, chosen: SitePlan) -> None:
         """No exchange: on what this rank holds."""
-        layouts, (q, k, v) = self.operands_of(site, chosen.plan)
-        mask = self.value(site.mask, layouts[site.mask]) if site.mask is not None else None
-        positions = layouts[site.q]
+        q, k, v = self.operands_of(site, chosen.plan)
+        mask = self.value(site.mask, chosen.plan.operands[3]) if site.mask is not None else None
+        positions = chosen.plan.operands[0]
         cut = chosen.block != NONE and isinstance(positions, Sharded)
         q_spec = positions.spec() if cut else [1, 1, q.meta["val"].shape[-2]]  # type: ignore[union-attr]
         out = self.attend(site, (q, k, v, mask), q_spec, [1, 1, k.meta["val"].shape[-2]], chosen)
@@ -344,18 +345,12 @@ class _Emitter:
     # results
 
     def outputs(self, node: fx.Node) -> None:
-        """Whole results with the strides they had, and those that lie in another's memory again in it."""
+        """Whole results with the strides they had."""
         results: list[Any] = list(node.args[0])  # type: ignore[arg-type]
-        stand_ins = self.captured.stand_ins
         for i, result in enumerate(results):
-            if isinstance(result, fx.Node) and i not in stand_ins:
+            if isinstance(result, fx.Node):
                 whole = self.value(result, REPLICATED) if result in self.versions else self.plain[result]
                 results[i] = self.restrided(whole, result)
-        for i, (base, size, stride, offset) in stand_ins.items():
-            owner = results[base] if isinstance(base, int) else self.value(base, REPLICATED)
-            val = owner.meta["val"]
-            same = (val.shape, val.stride(), val.storage_offset()) == (size, stride, offset)
-            results[i] = owner if same else self.emit(aten.as_strided.default, owner, list(size), list(stride), offset)
         self.graph.output(tuple(results))
 
     def restrided(self, whole: fx.Node, captured: fx.Node) -> fx.Node:
@@ -374,9 +369,10 @@ class _Emitter:
 
 
 def _result(plan: Plan | None, node: fx.Node) -> Any:
-    if not isinstance(node.meta["val"], Tensor):
-        return plan.outputs if plan else (REPLICATED,)
-    return plan.outputs[0] if plan else REPLICATED
+    """The layout, or a tuple of layouts, of what a call gives."""
+    value = node.meta["val"]
+    whole = Plan((), tuple(REPLICATED for _ in value) if isinstance(value, (tuple, list)) else (REPLICATED,))
+    return (plan or whole).layout_of(value)
 
 
 def _num_bytes(node: fx.Node) -> int:

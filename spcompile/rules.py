@@ -42,6 +42,13 @@ class Plan:
     target: OpOverload | None = None
     cuts: tuple[tuple[object, int], ...] = ()
 
+    def layout_of(self, value: Any) -> Any:
+        """The result's layout; for several results a tuple, replicated where a result is no tensor."""
+        if isinstance(value, torch.Tensor):
+            return self.outputs[0]
+        left = iter(self.outputs)
+        return tuple(next(left) if isinstance(v, torch.Tensor) else REPLICATED for v in value)
+
 
 class Rule(Protocol):
     def forward(self, call: Call, layouts: Sequence[Layout]) -> Plan | None: ...
@@ -205,16 +212,23 @@ def add_matmul(call: Call) -> tuple[Names, Names]:
 
 def einsum(call: Call) -> tuple[Names, Names]:
     """Letters are names; one that is not in the result is contracted."""
-    left, _, right = call.arguments["equation"].replace(" ", "").partition("->")
-    terms = left.split(",")
-    if "." in left or (not right and "->" not in call.arguments["equation"]):
+    left, arrow, right = call.arguments["equation"].replace(" ", "").partition("->")
+    if not arrow:  # an implicit result: rare, and not worth its rules
         return [[None] * call.rank(i) for i in range(len(call.operands))], [[None] * len(o) for o in call.outputs]
+    terms = [_spelled(t, call.rank(i)) for i, t in enumerate(left.split(","))]
+    right = _spelled(right, len(call.outputs[0]))
     size = {c: n for i, t in enumerate(terms) for c, n in zip(t, call.shape(i), strict=True) if n != 1}
     ins: Names = [
         [c if c in right and call.shape(i)[d] == size.get(c, 1) else None for d, c in enumerate(t)]
         for i, t in enumerate(terms)
     ]
     return ins, [list(right)]
+
+
+def _spelled(term: str, rank: int) -> str:
+    """A term with its ellipsis spelled out: digits, counted from the right, for dims that are broadcast."""
+    hidden = rank - len(term.replace("...", ""))
+    return term.replace("...", "".join(str(i) for i in reversed(range(hidden))))
 
 
 def embedding(call: Call) -> tuple[Names, Names]:
@@ -412,12 +426,14 @@ class Concatenate:
         _, lead = _by_size(call, layouts)[0]
         if lead.dim != dim:
             return Plan(tuple(lead if i in used else REPLICATED for i in range(len(layouts))), (lead,))
+        if lead.outer != 1:  # the result is all of one operand, then all of the next, not row by row
+            return None
         segments: list[Segment] = []
         operands: list[Layout] = [REPLICATED] * len(layouts)
         for i in used:
             lay = layouts[i]
             if not (isinstance(lay, Sharded) and (lay.dim, lay.outer, lay.inner) == (dim, lead.outer, lead.inner)):
-                tokens, left = divmod(call.shape(i)[dim], lead.outer * lead.inner)
+                tokens, left = divmod(call.shape(i)[dim], lead.inner)
                 if left:
                     return None
                 lay = replace(lead, segments=call.new_root((call.node, i), tokens))
@@ -430,10 +446,9 @@ class Concatenate:
         used = [i for i in range(len(call.operands)) if call.shape(i) != (0,)]
         if want.dim != dim:
             return [(i, want) for i in used]
-        unit = want.outer * want.inner
-        if any(call.shape(i)[dim] % unit for i in used):
+        if want.outer != 1 or any(call.shape(i)[dim] % want.inner for i in used):
             return []
-        return [(i, replace(want, segments=(Segment(call.shape(i)[dim] // unit),))) for i in used]
+        return [(i, replace(want, segments=(Segment(call.shape(i)[dim] // want.inner),))) for i in used]
 
 
 @dataclass(frozen=True)

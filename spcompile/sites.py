@@ -92,14 +92,20 @@ def names_attention(dynamo: fx.GraphModule) -> bool:
     return any("attention" in str(n.target) or adapter_of(n) for g in graphs for n in g.nodes)
 
 
+def bodies(node: fx.Node) -> list[fx.GraphModule]:
+    """The graphs that a higher-order op calls."""
+    module = node.graph.owning_module
+    attributes = [getattr(module, str(a.target)) for a in node.all_input_nodes if a.op == "get_attr"]
+    return [a for a in attributes if isinstance(a, fx.GraphModule)]
+
+
 def find_sites(module: fx.GraphModule) -> list[Site]:
     """All sites of a captured graph, in order. Raises `UnsupportedGraphError` for one inside control flow."""
     for node in module.graph.nodes:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            bodies = [getattr(module, str(a.target)) for a in node.all_input_nodes if a.op == "get_attr"]
-            if any(isinstance(b, fx.GraphModule) and has_attention(b) for b in bodies):
-                raise UnsupportedGraphError(
-                    f"{place(node)}: attention inside `{node.target}`, whose branches are compiled apart. "
-                    "Move the attention out of it, or decide in Python before the compiled model is called."
-                )
+        hidden = isinstance(node.target, torch._ops.HigherOrderOperator) and any(map(has_attention, bodies(node)))
+        if hidden:
+            raise UnsupportedGraphError(
+                f"{place(node)}: attention inside `{node.target}`, whose branches are compiled apart. "
+                "Move the attention out of it, or decide in Python before the compiled model is called."
+            )
     return [Site(node, **ATTENTION[node.target](node)) for node in module.graph.nodes if node.target in ATTENTION]

@@ -31,7 +31,7 @@ def verify(rewritten: Rewritten, sites: Sequence[Site], degree: int) -> None:
                 f"{place(node)}: `{node.target}` should give {want} {whole.dtype} on each rank, "
                 f"and gives {list(value.shape)} {value.dtype}. This is a defect of spcompile; please report it."
             )
-        if node.target in NEEDS_STRIDES and _input_strides(node) != _input_strides(captured):
+        if node.target in NEEDS_STRIDES and _memory(node) != _memory(captured):
             raise UnsupportedGraphError(
                 f"{place(node)}: `{node.target}` reads memory by strides, which sharding changed. "
                 "Use view, reshape or slicing instead."
@@ -39,8 +39,10 @@ def verify(rewritten: Rewritten, sites: Sequence[Site], degree: int) -> None:
     _count_sites(rewritten, sites)
 
 
-def _input_strides(node: fx.Node) -> list[tuple[int, ...]]:
-    return [n.meta["val"].stride() for n in node.all_input_nodes]
+def _memory(node: fx.Node) -> list[tuple[object, ...]]:
+    """Where the operands lie."""
+    values = [n.meta["val"] for n in node.all_input_nodes]
+    return [(v.stride(), v.storage_offset(), v.untyped_storage().nbytes()) for v in values]
 
 
 def _count_sites(rewritten: Rewritten, sites: Sequence[Site]) -> None:
@@ -55,7 +57,8 @@ def _count_sites(rewritten: Rewritten, sites: Sequence[Site]) -> None:
 
 def require_distributed(sites: Sequence[Site], report: Report) -> None:
     """Refuse a graph whose attention all stays on every rank: the user asked for more ranks and would get none."""
-    if any(entry.exchange != "replicated" for entry in report.attention):
+    nothing_to_share = all(site.num_query_tokens < 2 for site in sites)
+    if nothing_to_share or any(entry.exchange != "replicated" for entry in report.attention):
         return
     reasons = "\n".join(f"  {e.name} ({e.source}): {e.reason}" for e in report.attention)
     raise UnsupportedGraphError(

@@ -198,7 +198,8 @@ class _Lockstep:
         program = ops.PROGRAMS.get(target)
         if program is not None:
             mesh: Any = node.args[-2]
-            return ops.wire.in_lockstep([program(r, *args[:-1]) for r, (args, _) in enumerate(per_rank)], mesh)
+            with torch.no_grad():
+                return ops.wire.in_lockstep([program(r, *args[:-1]) for r, (args, _) in enumerate(per_rank)], mesh)
         if target is aten.copy_.default:  # all ranks share the one input here
             args, _ = per_rank[rank]
             return [target(*args)] * self.degree
