@@ -9,7 +9,8 @@ hands over is specialised, which leaves a guard, so that another resolution gets
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +133,7 @@ def capture(dynamo: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
             return [from_fun(o) for o in (*outputs, *(wrapped[i] for i in mutated))]
 
     # Dynamo's tracing context holds another fake mode; this one must be the only one in sight.
-    with tracing(None), fake_mode, fx_traceback.preserve_node_meta():
+    with tracing(None), fake_mode, fx_traceback.preserve_node_meta(), _functorch_as_found():
         originals = fakes()
         eager_outputs = run(*originals)
         traced = make_fx(functional, pre_dispatch=True, tracing_mode="real", record_module_stack=False)(*fakes())
@@ -175,8 +176,18 @@ def _clean(traced: fx.GraphModule, fake_mode: FakeTensorMode) -> None:
             constant = _attribute(traced, node.target)
             if isinstance(constant, Tensor):
                 node.meta["val"] = fake_mode.from_tensor(constant, static_shapes=True)
-    traced.graph.eliminate_dead_code()
+    traced.graph.eliminate_dead_code(lambda n: n.is_impure() or "_assert_" in str(n.target))
     traced.recompile()
+
+
+@contextmanager
+def _functorch_as_found() -> Iterator[None]:
+    """Tracing that fails inside a vmap must not leave its level behind."""
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    finally:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
 def _attribute(module: torch.nn.Module, path: str) -> Any:

@@ -60,11 +60,11 @@ def distribute(
 
     ``device`` plans for another device than the inputs', without having one.
     """
+    if not names_attention(dynamo):
+        return None
     try:
         captured = capture(dynamo, example_inputs)
     except Exception as error:
-        if not names_attention(dynamo):
-            return None
         raise UnsupportedGraphError(
             f"a graph with attention cannot be traced before dispatch: {type(error).__name__}: {error}. "
             "Keep what fails here out of the graph that holds the attention: torch.compiler.disable its function"
@@ -96,6 +96,12 @@ def _require_inference(captured: Captured, sites: Sequence[Site], example_inputs
     where = place(sites[0].node)
     if captured.refusals:
         raise UnsupportedGraphError(f"the graph around {where}: {'; '.join(captured.refusals)}")
+    fixed = [i for i, x in enumerate(example_inputs) if getattr(x, "_dynamo_dynamic_indices", None)]
+    if fixed:
+        raise UnsupportedGraphError(
+            f"the graph around {where}: mark_dynamic was called on graph input {fixed[0]}, and every resolution is "
+            "compiled on its own; leave mark_dynamic out, or use torch._dynamo.maybe_mark_dynamic"
+        )
     trains = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)
     if trains:
         raise UnsupportedGraphError(

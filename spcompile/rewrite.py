@@ -371,6 +371,8 @@ class _Emitter:
 def _result(plan: Plan | None, node: fx.Node) -> Any:
     """The layout, or a tuple of layouts, of what a call gives."""
     value = node.meta["val"]
+    if value is None:
+        return REPLICATED
     whole = Plan((), tuple(REPLICATED for _ in value) if isinstance(value, (tuple, list)) else (REPLICATED,))
     return (plan or whole).layout_of(value)
 

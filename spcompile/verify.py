@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from spcompile import ops
 from spcompile.errors import UnsupportedGraphError
@@ -31,7 +31,7 @@ def verify(rewritten: Rewritten, sites: Sequence[Site], degree: int) -> None:
                 f"{place(node)}: `{node.target}` should give {want} {whole.dtype} on each rank, "
                 f"and gives {list(value.shape)} {value.dtype}. This is a defect of spcompile; please report it."
             )
-        if node.target in NEEDS_STRIDES and _memory(node) != _memory(captured):
+        if node.target in NEEDS_STRIDES and (_memory(node) != _memory(captured) or _reaches_beyond(node)):
             raise UnsupportedGraphError(
                 f"{place(node)}: `{node.target}` reads memory by strides, which sharding changed. "
                 "Use view, reshape or slicing instead."
@@ -40,9 +40,20 @@ def verify(rewritten: Rewritten, sites: Sequence[Site], degree: int) -> None:
 
 
 def _memory(node: fx.Node) -> list[tuple[object, ...]]:
-    """Where the operands lie."""
+    """How the operands lie."""
     values = [n.meta["val"] for n in node.all_input_nodes]
-    return [(v.stride(), v.storage_offset(), v.untyped_storage().nbytes()) for v in values]
+    return [(v.shape, v.stride(), v.storage_offset()) for v in values]
+
+
+def _reaches_beyond(node: fx.Node) -> bool:
+    """Does the result lie partly outside of what the operand covers?"""
+    return _reach(node.meta["val"]) > max(_reach(n.meta["val"]) for n in node.all_input_nodes)
+
+
+def _reach(x: Tensor) -> int:
+    """One past the last byte of the storage that ``x`` touches."""
+    last = int(x.storage_offset()) + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return (last + 1) * x.element_size() if x.numel() else 0
 
 
 def _count_sites(rewritten: Rewritten, sites: Sequence[Site]) -> None:

@@ -9,6 +9,7 @@ op once per rank, so that a collective inside one finds no peers. Exchanges here
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,8 @@ def simulate(
     """Run ``model(*args, **kwargs)`` as ``sp`` ranks would, in this process, without a launcher.
 
     Args:
-        model: a module or function, as for ``torch.compile``. Its parameters and buffers are left as found.
+        model: a module or function, as for ``torch.compile``. A module's attributes, parameters and buffers are
+            left as found.
         args, kwargs: the full inputs, which every rank gets. Tensors among them are left as found.
         sp, backend_options: as for `spcompile.backend`; ``inner`` is always ``"eager"``.
 
@@ -227,15 +229,23 @@ def _copied(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _left_as_found(values: Sequence[Any]) -> Iterator[None]:
-    """Parameters, buffers and tensors among ``values`` get their contents back."""
-    tensors: list[Tensor] = []
-    for value in pytree.tree_leaves(values):
-        if isinstance(value, torch.nn.Module):
-            tensors += [*value.parameters(), *value.buffers()]
-        elif isinstance(value, Tensor):
-            tensors.append(value)
-    before = [(t, t._version, t.clone()) for t in tensors if not t.is_inference()]
+    """Modules keep their attributes, and tensors among ``values`` their shape and contents."""
+    leaves = pytree.tree_leaves(values)
+    modules = [m for value in leaves if isinstance(value, torch.nn.Module) for m in value.modules()]
+    attributes = [(m, {name: _shallow(v) for name, v in vars(m).items()}) for m in modules]
+    tensors = [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
+    tensors += [v for v in leaves if isinstance(v, Tensor)]
+    before = [(t, t._version, t.clone(), t.shape, t.stride()) for t in tensors if not t.is_inference()]
     yield
-    for tensor, version, saved in before:
+    for module, found in attributes:
+        vars(module).clear()
+        vars(module).update(found)
+    for tensor, version, saved, shape, stride in before:
+        if tensor.shape != shape or tensor.stride() != stride:
+            tensor.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, stride)
         if tensor._version != version:
             tensor.copy_(saved)
+
+
+def _shallow(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, (dict, list, set)) else value
