@@ -33,7 +33,8 @@ class AttentionKernel(Protocol):
 
     ``masks`` may hold ``"bool"`` and ``"additive"``; ``causal`` means aligned squares (S = T); ``gqa`` that G < H
     needs no expansion; ``any_value_dim`` that E may differ from D; ``varlen`` packed sequences;
-    ``output_buffer`` that it can write into a given tensor; ``capturable`` in a CUDA graph.
+    ``output_buffer`` that it can write into a given tensor; ``capturable`` in a CUDA graph; ``keys_multiple`` is
+    what the number of keys must divide by where the call is not causal.
     """
 
     name: str
@@ -48,6 +49,7 @@ class AttentionKernel(Protocol):
     varlen: bool
     output_buffer: bool
     capturable: bool
+    keys_multiple: int
 
     def missing(self) -> str | None:
         """Why the kernel cannot run here (a package that is not installed), or None."""
@@ -75,6 +77,7 @@ class Kernel:
     varlen: bool = False
     output_buffer: bool = False
     capturable: bool = True
+    keys_multiple: int = 1
     package: str | None = None
     major: str = ""
 
@@ -211,7 +214,10 @@ def _flash_4(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
 
 
 def _sage_1(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, lse: bool) -> Attended:
-    """SageAttention 1.0.6 by its parts: its own entry subtracts K's mean from the caller's tensor."""
+    """SageAttention 1.0.6 by its parts: its own entry subtracts K's mean from the caller's tensor.
+
+    Its kernel works on 64 keys at a time and, unless causal, counts what the last 64 lack as keys with score 0.
+    """
     from sageattention import core
 
     k = k - k.mean(2, keepdim=True)
@@ -269,6 +275,7 @@ KERNELS: dict[str, AttentionKernel] = {
             (64, 96, 128),
             gqa=True,
             returns_lse=False,
+            keys_multiple=64,
             package="sageattention",
             major="1",
         ),

@@ -172,6 +172,8 @@ def _clean(traced: fx.GraphModule, fake_mode: FakeTensorMode) -> None:
     for node in reversed(traced.graph.nodes):
         if node.target in BOOKKEEPING:
             traced.graph.erase_node(node)
+        elif node.target is aten.dropout.default and not (node.args[1] and node.args[2]):
+            node.replace_all_uses_with(node.args[0])  # it returns its operand
         elif node.op == "get_attr" and "val" not in node.meta:
             constant = _attribute(traced, node.target)
             if isinstance(constant, Tensor):

@@ -289,6 +289,8 @@ class _Planner:
     def lacks(self, kernel: AttentionKernel, needs_lse: bool) -> str | None:
         """What the site needs and the kernel does not declare."""
         site, head_dim, value_dim = self.site, self.site.shape("q")[-1], self.site.shape("v")[-1]
+        num_keys = site.shape("k")[-2]
+        uneven = not site.causal and num_keys % kernel.keys_multiple != 0
         mask = None if site.mask is None else "bool" if site.mask.meta["val"].dtype == torch.bool else "additive"
         needs = [
             (needs_lse and not kernel.returns_lse, "returns no log-sum-exp"),
@@ -298,6 +300,10 @@ class _Planner:
             (site.causal and not kernel.causal, "has no causal form"),
             (head_dim not in kernel.head_dims, f"takes head dims in {kernel.head_dims}, not {head_dim}"),
             (value_dim != head_dim and not kernel.any_value_dim, "needs values as wide as queries"),
+            (
+                not site.causal and num_keys % kernel.keys_multiple != 0,
+                f"takes keys by {kernel.keys_multiple}, not {num_keys}",
+            ),
             (bool(kernel.missing()), str(kernel.missing())),
         ]
         return next((text for lacking, text in needs if lacking), None)
