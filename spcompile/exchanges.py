@@ -300,10 +300,7 @@ class _Planner:
             (site.causal and not kernel.causal, "has no causal form"),
             (head_dim not in kernel.head_dims, f"takes head dims in {kernel.head_dims}, not {head_dim}"),
             (value_dim != head_dim and not kernel.any_value_dim, "needs values as wide as queries"),
-            (
-                not site.causal and num_keys % kernel.keys_multiple != 0,
-                f"takes keys by {kernel.keys_multiple}, not {num_keys}",
-            ),
+            (uneven, f"takes keys by {kernel.keys_multiple}, not {num_keys}"),
             (bool(kernel.missing()), str(kernel.missing())),
         ]
         return next((text for lacking, text in needs if lacking), None)
