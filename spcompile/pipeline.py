@@ -84,7 +84,7 @@ def distribute(
     log.info("rewrite: %d nodes, %d collectives", len(rewritten.graph.nodes), rewritten.report.collectives)
     if config.dump:
         dump(config.dump, index, captured, found, rewritten, degree)
-    verify(rewritten, sites, degree)
+    verify(rewritten, captured.graph, sites, degree)
     require_distributed(sites, rewritten.report)
     if config.strict:
         require_strict(rewritten.report)

@@ -107,7 +107,7 @@ def register_attention(op: Any, adapter: AttentionCall) -> None:
     overload = getattr(op, "_opoverload", op)
     if not isinstance(overload, torch._ops.OpOverload):
         raise SPConfigError(f"register_attention wants an OpOverload or a torch.library.custom_op, not {op!r}")
-    names = {a.name for a in overload._schema.arguments}
+    names = [a.name for a in overload._schema.arguments]
     asked = [adapter.q, adapter.k, adapter.v, adapter.mask, adapter.causal, adapter.scale, adapter.dropout]
     unknown = [n for n in (*asked, *adapter.plain, *(adapter.lengths or ())) if n is not None and n not in names]
     if unknown:

@@ -25,7 +25,7 @@ from spcompile.infer import Inference, is_compute
 from spcompile.layout import REPLICATED, Layout, Segment, Sharded
 from spcompile.recognise import call_captured
 from spcompile.report import AttentionEntry, RegatherEntry, Report
-from spcompile.rules import Plan
+from spcompile.rules import Plan, rule_for
 from spcompile.sites import Site
 from spcompile.source import module_of, source_of
 
@@ -119,19 +119,20 @@ class _Emitter:
         return value, layout.dim, layout.spec(), [1, 1, self.degree], self.group
 
     def leaves(self, node: fx.Node) -> bool:
-        """Does what is computed from here on only reach the outputs, without compute and without sharded values?
+        """Does what is computed from here on only reach the outputs, by cheap ops and without sharded values?
 
         Then gathering here is gathering the output, a few cheap ops early.
         """
         seen, pending = set(), [node]
         while pending:
             n = pending.pop()
-            if n in seen or n.op == "output":
+            if n in seen or n.op == "output" or n.target is aten.copy_.default:
                 continue
             seen.add(n)
             plan = self.found.plans.get(n)
             lies_sharded = plan and any(isinstance(x, Sharded) for x in (*plan.operands, *plan.outputs))
-            if is_compute(n) or n in self.found.whole or lies_sharded:
+            unknown = n.target is not operator.getitem and rule_for(n.target) is None and not n.meta.get("whole")
+            if is_compute(n) or unknown or n in self.found.whole or lies_sharded:
                 return False
             pending += n.users
         return True

@@ -21,22 +21,22 @@ NEEDS_STRIDES = {aten.as_strided.default, aten.view.dtype}
 """Ops that read memory rather than dims: right only on the strides of the captured graph."""
 
 
-def verify(rewritten: Rewritten, sites: Sequence[Site], degree: int) -> None:
+def verify(rewritten: Rewritten, captured: fx.Graph, sites: Sequence[Site], degree: int) -> None:
     """Raises `UnsupportedGraphError` unless every value has its layout's local shape and every site was handled."""
-    for node, (layout, captured) in rewritten.expected.items():
-        value, whole = node.meta["val"], captured.meta["val"]
+    for node, (layout, origin) in rewritten.expected.items():
+        value, whole = node.meta["val"], origin.meta["val"]
         want = layout.local_shape(whole.shape, degree)
         if list(value.shape) != want or value.dtype != whole.dtype:
             raise UnsupportedGraphError(
                 f"{place(node)}: `{node.target}` should give {want} {whole.dtype} on each rank, "
                 f"and gives {list(value.shape)} {value.dtype}. This is a defect of spcompile; please report it."
             )
-        if node.target in NEEDS_STRIDES and (_memory(node) != _memory(captured) or _reaches_beyond(node)):
+        if node.target in NEEDS_STRIDES and (_memory(node) != _memory(origin) or _reaches_beyond(node)):
             raise UnsupportedGraphError(
                 f"{place(node)}: `{node.target}` reads memory by strides, which sharding changed. "
                 "Use view, reshape or slicing instead."
             )
-    _count_sites(rewritten, sites)
+    _count_sites(rewritten, captured, sites)
 
 
 def _memory(node: fx.Node) -> list[tuple[object, ...]]:
@@ -56,9 +56,11 @@ def _reach(x: Tensor) -> int:
     return (last + 1) * x.element_size() if x.numel() else 0
 
 
-def _count_sites(rewritten: Rewritten, sites: Sequence[Site]) -> None:
+def _count_sites(rewritten: Rewritten, captured: fx.Graph, sites: Sequence[Site]) -> None:
+    """Every site is there once. Known attention ops whose call is not plain attention stay, on whole tensors."""
+    not_plain = sum(adapter_of(n) is not None for n in captured.nodes)
     kinds = {*ATTENTION, ops.attention._opoverload}
-    left = sum(n.target in kinds or adapter_of(n) is not None for n in rewritten.graph.nodes)
+    left = sum(n.target in kinds or adapter_of(n) is not None for n in rewritten.graph.nodes) - not_plain
     if not left == len(rewritten.report.attention) == len(sites):
         raise UnsupportedGraphError(
             f"{len(sites)} attention calls were captured, {len(rewritten.report.attention)} were handled and {left} "
