@@ -1,54 +1,128 @@
 """The ops again, for all ranks at once, in the plainest torch: the oracle of the tests, and what to read first.
 
 Each function takes a list with every rank's tensor and returns a list with every rank's result. Nothing here
-is shared with the real ops, and the real ops never import this.
+is shared with the real ops, and the real ops never import this. A mesh is [ring, kv_gather, ulysses]; rank
+``(i * kv_gather + j) * ulysses + h`` stands at (i, j, h).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 
-def shard(x: Tensor, dim: int, layout: Sequence[int], degree: int) -> list[Tensor]:
-    """Every rank's chunk of ``x``: pad each segment to a multiple of P with its last token, then cut it in P."""
+def blocks(x: Tensor, dim: int, layout: Sequence[int], degree: int, span: int) -> list[Tensor]:
+    """A whole dim as blocks of ``span`` chunks: pad each segment with its last token, cut it, number the pieces."""
     outer, inner, *segments = layout
-    rows = x.movedim(dim, 0).reshape(outer, sum(segments), inner, -1)
-    ranks: list[list[Tensor]] = [[] for _ in range(degree)]
-    for segment in rows.split(list(segments), dim=1):
-        missing = -segment.shape[1] % degree
+    rows = x.movedim(dim, 0).reshape(outer, sum(map(abs, segments)), inner, -1)
+    if span == degree:
+        return [x.contiguous()]
+    pieces: list[list[Tensor]] = [[] for _ in range(degree // span)]
+    for n, segment in zip(segments, rows.split([abs(n) for n in segments], dim=1), strict=True):
+        missing = -abs(n) % degree
         padded = torch.cat([segment, segment[:, -1:].expand(-1, missing, -1, -1)], dim=1) if missing else segment
-        for mine, chunk in zip(ranks, padded.tensor_split(degree, dim=1), strict=True):
-            mine.append(chunk)
+        cut = padded.tensor_split(degree // span, dim=1)
+        for mine, piece in zip(pieces, cut if n >= 0 else cut[::-1], strict=True):
+            mine.append(piece)
     rest = [n for d, n in enumerate(x.shape) if d != dim]
-    return [torch.cat(r, dim=1).reshape(-1, *rest).movedim(0, dim).contiguous() for r in ranks]
+    return [torch.cat(p, dim=1).reshape(-1, *rest).movedim(0, dim).contiguous() for p in pieces]
 
 
-def unshard(xs: Sequence[Tensor], dim: int, layout: Sequence[int]) -> list[Tensor]:
-    """The whole tensor on every rank: per segment all chunks in rank order, cut to the segment's length."""
+def shard(x: Tensor, dim: int, layout: Sequence[int], mesh: Sequence[int]) -> list[Tensor]:
+    """Every rank's chunk of ``x``."""
+    return blocks(x, dim, layout, math.prod(mesh), 1)
+
+
+def whole(xs: Sequence[Tensor], dim: int, layout: Sequence[int]) -> Tensor:
+    """A whole dim from every rank's chunk: per segment all chunks in order, cut to the segment's length."""
     outer, inner, *segments = layout
-    degree = len(xs)
-    sizes = [-(-n // degree) for n in segments]
+    sizes = [-(-abs(n) // len(xs)) for n in segments]
     rows = [x.movedim(dim, 0).reshape(outer, sum(sizes), inner, -1).split(sizes, dim=1) for x in xs]
-    whole = [torch.cat([r[i] for r in rows], dim=1)[:, :n] for i, n in enumerate(segments)]
+    in_order = [rows if n >= 0 else rows[::-1] for n in segments]
+    joined = [torch.cat([r[i] for r in in_order[i]], dim=1)[:, : abs(n)] for i, n in enumerate(segments)]
     rest = [n for d, n in enumerate(xs[0].shape) if d != dim]
-    full = torch.cat(whole, dim=1).reshape(-1, *rest).movedim(0, dim).contiguous()
-    return [full.clone() for _ in xs]
+    return torch.cat(joined, dim=1).reshape(-1, *rest).movedim(0, dim).contiguous()
+
+
+def unshard(xs: Sequence[Tensor], dim: int, layout: Sequence[int], mesh: Sequence[int]) -> list[Tensor]:
+    """The whole tensor on every rank."""
+    return [whole(xs, dim, layout) for _ in xs]
 
 
 def ulysses_in(
-    qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], q_layout: Sequence[int], kv_layout: Sequence[int]
+    qs: Sequence[Tensor],
+    ks: Sequence[Tensor],
+    vs: Sequence[Tensor],
+    q_layout: Sequence[int],
+    kv_layout: Sequence[int],
+    mesh: Sequence[int],
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Every rank's heads with all tokens: join the tokens, then cut the heads in P."""
+    """Every rank's query heads without padding, with the key and value head of each, for its block of tokens."""
+    degree, width = math.prod(mesh), mesh[2]
+    num_heads, num_kv_heads = qs[0].shape[-3], ks[0].shape[-3]
+    share = -(-num_heads // width)
     per_tensor = [
-        unshard(xs, xs[0].dim() - 2, layout)[0].chunk(len(xs), dim=-3)
+        blocks(whole(xs, xs[0].dim() - 2, layout), xs[0].dim() - 2, layout, degree, width)
         for xs, layout in ((qs, q_layout), (ks, kv_layout), (vs, kv_layout))
     ]
-    return [(q.contiguous(), k.contiguous(), v.contiguous()) for q, k, v in zip(*per_tensor, strict=True)]
+    results = []
+    for rank in range(degree):
+        q, k, v = (blocks_of_one[rank // width] for blocks_of_one in per_tensor)
+        heads = [h for h in range(num_heads) if h // share == rank % width]
+        group = [h * num_kv_heads // num_heads for h in heads]
+        results.append((q[..., heads, :, :], k[..., group, :, :], v[..., group, :, :]))
+    return results
 
 
-def ulysses_out(os: Sequence[Tensor], q_layout: Sequence[int]) -> list[Tensor]:
-    """Every rank's tokens with all heads: join the heads, then cut the tokens in P."""
-    return shard(torch.cat(list(os), dim=-3), os[0].dim() - 2, q_layout, len(os))
+def ulysses_out(os: Sequence[Tensor], num_heads: int, q_layout: Sequence[int], mesh: Sequence[int]) -> list[Tensor]:
+    """Every rank's tokens with all heads: join the heads of each block, cut the block into its chunks."""
+    width, results = mesh[2], []
+    for start in range(0, len(os), width):
+        block = torch.cat(list(os[start : start + width]), dim=-3)[..., :num_heads, :, :]
+        if width == math.prod(mesh):
+            results += blocks(block, block.dim() - 2, q_layout, width, 1)
+            continue
+        sizes = [width * -(-abs(n) // math.prod(mesh)) for n in q_layout[2:]]
+        local = [1, 1, *(s if n >= 0 else -s for s, n in zip(sizes, q_layout[2:], strict=True))]
+        results += blocks(block, block.dim() - 2, local, width, 1)
+    return results
+
+
+def kv_gather(
+    ks: Sequence[Tensor], vs: Sequence[Tensor], kv_layout: Sequence[int], mesh: Sequence[int]
+) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of g blocks of u chunks. All ranks of a Ulysses group hold different heads of one block."""
+    _, gather, width = mesh
+    degree, results = math.prod(mesh), []
+    for rank in range(degree):
+        first = rank // (gather * width) * (gather * width) + rank % width
+        peers = [first + j * width for j in range(gather)]
+        results.append(tuple(_join([xs[p] for p in peers], kv_layout, degree, width) for xs in (ks, vs)))
+    return results  # type: ignore[return-value]
+
+
+def _join(parts: Sequence[Tensor], layout: Sequence[int], degree: int, span: int) -> Tensor:
+    """One block from neighbouring blocks of ``span`` chunks along dim -2."""
+    segments = layout[2:]
+    sizes = [abs(n) if span == degree else span * -(-abs(n) // degree) for n in segments]
+    split = [p.split(sizes, dim=-2) for p in parts]
+    joined = []
+    for i, n in enumerate(segments):
+        run = torch.cat([s[i] for s in (split if n >= 0 else split[::-1])], dim=-2)
+        joined.append(run[..., : abs(n), :] if span * len(parts) == degree else run)
+    return torch.cat(joined, dim=-2)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """What all the exchanges together compute, on whole tensors, in float64."""
+    groups = q.shape[-3] // k.shape[-3]
+    k, v = (x.double().repeat_interleave(groups, -3) for x in (k, v))
+    scores = q.double() @ k.transpose(-1, -2) * scale
+    if causal:
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1).nan_to_num(0) @ v
