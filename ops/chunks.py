@@ -135,6 +135,12 @@ def join(parts: Tensor, dim: int, layout: Sequence[int], degree: int, span: int 
     return out
 
 
+def fake_attention_operand(x: Tensor, heads: int, tokens: int) -> Tensor:
+    """Like ``x`` [..., H, S, D] with other heads and tokens, stored as [..., S, H, D]: as models store them."""
+    shape = (*x.shape[:-3], tokens, heads, x.shape[-1])
+    return torch.empty(shape, dtype=x.dtype, device=x.device).transpose(-3, -2)
+
+
 def fake_resized(x: Tensor, *sizes: tuple[int, int]) -> Tensor:
     """A contiguous tensor like ``x`` with (dim, size) pairs replaced: what the ops return."""
     shape = list(x.shape)

@@ -6,7 +6,6 @@ Shapes and layouts as in `spcompile.ops.ulysses`; g ranks along the mesh's kv_ga
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -27,10 +26,16 @@ def _check(k: Tensor, v: Tensor, kv_layout: Sequence[int], mesh: Sequence[int]) 
 def program(rank: int, k: Tensor, v: Tensor, kv_layout: Sequence[int], mesh: Sequence[int]) -> wire.Program:
     """This rank's part of `kv_gather`: K and V in one buffer, one all-gather."""
     _check(k, v, kv_layout, mesh)
-    sizes = [math.prod(k.shape), math.prod(v.shape)]
-    gathered = yield wire.AllGather(torch.cat([k.reshape(-1), v.reshape(-1)]), "kv_gather")
+    degree, dim = meshes.degree(mesh), k.dim() - 3
+    k, v = k.transpose(-3, -2), v.transpose(-3, -2)  # as models store them: long runs to copy
+    sizes = [k.numel(), v.numel()]
+    send = k.new_empty(sum(sizes))
+    for slot, x in zip(send.split(sizes), (k, v), strict=True):
+        slot.view(x.shape).copy_(x)
+    gathered = yield wire.AllGather(send, "kv_gather")
     parts = [p.view(mesh[1], *x.shape) for p, x in zip(gathered.split(sizes, dim=1), (k, v), strict=True)]
-    return tuple(chunks.join(p, k.dim() - 2, kv_layout, meshes.degree(mesh), mesh[2]) for p in parts)
+    k, v = (chunks.join(p, dim, kv_layout, degree, mesh[2]) for p in parts)
+    return k.transpose(-3, -2), v.transpose(-3, -2)
 
 
 @torch.library.custom_op("spcompile::kv_gather", mutates_args=())
@@ -44,7 +49,8 @@ def kv_gather(k: Tensor, v: Tensor, kv_layout: Sequence[int], mesh: Sequence[int
         mesh: ``[ring, kv_gather, ulysses]``.
         group: process group name.
     Returns:
-        k and v of g * u chunks in global order, contiguous; all of them, without padding, if g * u = P.
+        k and v of g * u chunks in global order, stored as [..., tokens, heads, width]; all of them, without padding,
+        if g * u = P.
     Raises:
         ValueError: lengths that do not fit the layout, mixed dtypes.
     """
@@ -55,4 +61,4 @@ def kv_gather(k: Tensor, v: Tensor, kv_layout: Sequence[int], mesh: Sequence[int
 def _(k: Tensor, v: Tensor, kv_layout: Sequence[int], mesh: Sequence[int], group: str) -> tuple[Tensor, Tensor]:
     _check(k, v, kv_layout, mesh)
     tokens = chunks.extent(kv_layout, meshes.degree(mesh), mesh[1] * mesh[2])
-    return chunks.fake_resized(k, (k.dim() - 2, tokens)), chunks.fake_resized(v, (v.dim() - 2, tokens))
+    return tuple(chunks.fake_attention_operand(x, x.shape[-3], tokens) for x in (k, v))  # type: ignore[return-value]

@@ -46,17 +46,17 @@ def _check_out(o: Tensor, num_heads: int, q_layout: Sequence[int], mesh: Sequenc
 
 
 def _pack_queries(slots: Tensor, q: Tensor, share: HeadShare) -> None:
-    """Fill ``slots`` [u, ..., H / u, S, D] with each rank's query heads, padding heads with zeros."""
+    """Fill ``slots`` [u, ..., S, H / u, D] with each rank's heads of q [..., S, H, D], padding heads with zeros."""
     for to, slot in enumerate(slots):
         start, end = share.queries(to)
-        slot.narrow(-3, 0, end - start).copy_(q.narrow(-3, start, end - start))
-        slot.narrow(-3, end - start, share.local - (end - start)).zero_()
+        slot.narrow(-2, 0, end - start).copy_(q.narrow(-2, start, end - start))
+        slot.narrow(-2, end - start, share.local - (end - start)).zero_()
 
 
 def _pack_keys(slots: Tensor, x: Tensor, share: HeadShare) -> None:
-    """Fill ``slots`` [u, ..., sent, T, D] with the key/value heads that each rank needs."""
+    """Fill ``slots`` [u, ..., T, sent, D] with the heads of x [..., T, G, D] that each rank needs."""
     for to, slot in enumerate(slots):
-        slot.copy_(x.narrow(-3, share.keys(to), share.sent))
+        slot.copy_(x.narrow(-2, share.keys(to), share.sent))
 
 
 def in_program(
@@ -70,9 +70,10 @@ def in_program(
 ) -> wire.Program:
     """This rank's part of `ulysses_in`: Q, K and V packed in one buffer, one all-to-all."""
     share = _check_in(q, k, v, q_layout, kv_layout, mesh)
-    degree, width, dim = meshes.degree(mesh), mesh[2], q.dim() - 2
+    degree, width, dim = meshes.degree(mesh), mesh[2], q.dim() - 3
+    q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
     heads = (share.local, share.sent, share.sent)
-    shapes = [[*x.shape[:-3], n, x.shape[-2], x.shape[-1]] for x, n in zip((q, k, v), heads, strict=True)]
+    shapes = [[*x.shape[:-2], n, x.shape[-1]] for x, n in zip((q, k, v), heads, strict=True)]
     sizes = [math.prod(s) for s in shapes]
     send = q.new_empty((width, sum(sizes)))
     slots = [slot.view(width, *s) for slot, s in zip(send.split(sizes, dim=1), shapes, strict=True)]
@@ -85,32 +86,27 @@ def in_program(
     q, k, v = (chunks.join(g, dim, layout, degree) for g, layout in zip(got, layouts, strict=True))
     if not share.uniform:
         index = torch.tensor(share.index(meshes.coordinate(mesh, rank, "ulysses")), device=q.device)
-        k, v = k.index_select(-3, index), v.index_select(-3, index)
-    return q, k, v
+        k, v = k.index_select(-2, index), v.index_select(-2, index)
+    return q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
 
 
 def out_program(rank: int, o: Tensor, num_heads: int, q_layout: Sequence[int], mesh: Sequence[int]) -> wire.Program:
     """This rank's part of `ulysses_out`: each rank's tokens of our heads, one all-to-all."""
     _check_out(o, num_heads, q_layout, mesh)
-    *batch, heads, _, head_dim = o.shape
     degree, width = meshes.degree(mesh), mesh[2]
+    o = o.transpose(-3, -2)
+    *batch, _, heads, head_dim = o.shape
     tokens = chunks.local_extent(q_layout, degree)
-    send = o.new_empty((width, *batch, heads, tokens, head_dim))
+    send = o.new_empty((width, *batch, tokens, heads, head_dim))
     for to in range(width):
-        chunks.cut_into(send[to], o, o.dim() - 2, q_layout, degree, width, to, width)
+        chunks.cut_into(send[to], o, o.dim() - 3, q_layout, degree, width, to, width)
     received = yield wire.AllToAll(send, "ulysses")
-    out = _empty_out(o, tokens, num_heads)
+    out = o.new_empty((*batch, tokens, num_heads, head_dim))
     share = HeadShare(num_heads, num_heads, width)
     for source in range(width):
         start, end = share.queries(source)
-        out.narrow(-3, start, end - start).copy_(received[source].narrow(-3, 0, end - start))
-    return out
-
-
-def _empty_out(o: Tensor, tokens: int, heads: int) -> Tensor:
-    """[..., H, S, D], stored as [..., S, H, D]: models flatten heads next, which then is free."""
-    *batch, _, _, head_dim = o.shape
-    return torch.empty((*batch, tokens, heads, head_dim), dtype=o.dtype, device=o.device).transpose(-3, -2)
+        out.narrow(-2, start, end - start).copy_(received[source].narrow(-2, 0, end - start))
+    return out.transpose(-3, -2)
 
 
 @torch.library.custom_op("spcompile::ulysses_in", mutates_args=())
@@ -136,8 +132,9 @@ def ulysses_in(
         mesh: ``[ring, kv_gather, ulysses]``.
         group: process group name.
     Returns:
-        q [..., ceil(H / u), S_block, D], k and v [..., G_local, T_block, D or E], contiguous. With u = P the block
-        is the whole sequence in global order, padding gone: masks and ``is_causal`` mean what they meant before.
+        q [..., ceil(H / u), S_block, D], k and v [..., G_local, T_block, D or E], each stored as
+        [..., tokens, heads, width]. With u = P the block is the whole sequence in global order, padding gone: masks
+        and ``is_causal`` mean what they meant before.
     Raises:
         ValueError: lengths that do not fit the layouts, heads that GQA cannot share, mixed dtypes.
     """
@@ -159,8 +156,7 @@ def _(
     degree = meshes.degree(mesh)
 
     def exchanged(x: Tensor, layout: Sequence[int], heads: int) -> Tensor:
-        tokens = chunks.extent(layout, degree, mesh[2])
-        return chunks.fake_resized(x, (x.dim() - 3, heads), (x.dim() - 2, tokens))
+        return chunks.fake_attention_operand(x, heads, chunks.extent(layout, degree, mesh[2]))
 
     return (
         exchanged(q, q_layout, share.local),
@@ -189,4 +185,4 @@ def ulysses_out(o: Tensor, num_heads: int, q_layout: Sequence[int], mesh: Sequen
 @ulysses_out.register_fake
 def _(o: Tensor, num_heads: int, q_layout: Sequence[int], mesh: Sequence[int], group: str) -> Tensor:
     _check_out(o, num_heads, q_layout, mesh)
-    return _empty_out(o, chunks.local_extent(q_layout, meshes.degree(mesh)), num_heads)
+    return chunks.fake_attention_operand(o, num_heads, chunks.local_extent(q_layout, meshes.degree(mesh)))

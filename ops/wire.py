@@ -110,10 +110,24 @@ def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int])
     send = request.send.contiguous()
     raw = send.view(-1).view(torch.uint8)  # collectives do not take every dtype, and bytes are bytes
     if isinstance(request, AllToAll):
-        received = funcol.wait_tensor(funcol.all_to_all_single(raw, None, None, peers))
+        received = torch.empty_like(raw)
+        dist.all_to_all_single(received, raw, group=peers)
         return received.view(send.dtype).view(send.shape)
-    gathered = funcol.wait_tensor(_all_gather(raw, 0, peers))
+    gathered = _gather_on_cpu(raw, peers) if raw.is_cpu else funcol.wait_tensor(_all_gather(raw, 0, peers))
     return gathered.view(send.dtype).view(peers.size(), *send.shape)
+
+
+def _gather_on_cpu(raw: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-gather by sends: gloo's own goes through buffers of its own, and takes twice the time."""
+    rank, size = dist.get_rank(group), group.size()
+    gathered = raw.new_empty((size, raw.numel()))
+    gathered[rank].copy_(raw)
+    others = [r for r in range(size) if r != rank]
+    transfers = [dist.P2POp(dist.isend, raw, group=group, group_peer=r) for r in others]
+    transfers += [dist.P2POp(dist.irecv, gathered[r], group=group, group_peer=r) for r in others]
+    for work in dist.batch_isend_irecv(transfers) if transfers else ():
+        work.wait()
+    return gathered.view(-1)
 
 
 def _start(shift: Shift, group: dist.ProcessGroup) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 from torch._dynamo import lookup_backend
 from torch._dynamo.exc import InvalidBackend
 
+from spcompile import ops
 from spcompile.config import Config
 from spcompile.errors import SPConfigError
 
@@ -16,6 +21,19 @@ from spcompile.errors import SPConfigError
 def compile_inner(config: Config, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile with ``config.inner`` and its options."""
     inputs = list(example_inputs)
+    tag = torch.compiler.config.cache_key_tag
+    with torch.compiler.config.patch(cache_key_tag=f"{tag}spcompile-{fingerprint()}"):
+        return _compile(config, module, inputs)
+
+
+@functools.cache
+def fingerprint() -> str:
+    """A digest of the ops' source. Compile caches know a custom op by its name only; this tells versions apart."""
+    folder = Path(ops.__file__).parent
+    return hashlib.sha256(b"".join(p.read_bytes() for p in sorted(folder.glob("*.py")))).hexdigest()[:16]
+
+
+def _compile(config: Config, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     if config.inner == "inductor":
         from torch._inductor.compile_fx import compile_fx  # late: it is large, and other inners need none of it
 
