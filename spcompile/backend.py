@@ -43,6 +43,7 @@ class Backend:
             return compile_inner(config, module, example_inputs)
         local = distribute(module, example_inputs, config, group.size(), group.group_name, self._report.graphs)
         if local is None:
+            self._report.add(Report(group.size(), untouched=1))
             return compile_inner(self.config, module, example_inputs)
         require_same(group, local.digest, f"graph {self._report.graphs}")
         make_axes(group, local.meshes)

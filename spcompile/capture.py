@@ -30,8 +30,8 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from spcompile.flex import without_plain_flex
 from spcompile.sharing import keep_sharing
+from spcompile.simplify import simplify
 
 aten = torch.ops.aten
 higher_order = torch.ops.higher_order
@@ -102,7 +102,7 @@ class _Inliner(fx.Interpreter):
 
 def capture(dynamo: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     """Trace Dynamo's graph on fake inputs of static size."""
-    dynamo = without_plain_flex(dynamo)
+    dynamo = simplify(dynamo)
     inputs = [int(x) if isinstance(x, torch.SymInt) else x for x in example_inputs]
     attributes = {n.target: _attribute(dynamo, n.target) for n in dynamo.graph.nodes if n.op == "get_attr"}
     attributes = {name: value for name, value in attributes.items() if isinstance(value, Tensor)}

@@ -44,6 +44,8 @@ class RegatherEntry:
 class Report:
     """All graphs compiled so far. ``graphs`` counts those with attention; ``shards`` cost no communication.
 
+    ``untouched`` are graphs in which no attention was recognised: each rank computes all of them.
+
     ``unshards`` are the all-gathers by which results leave the sharded region, ``unshard_bytes`` what a rank
     sends for them per step.
     """
@@ -55,6 +57,7 @@ class Report:
     shards: int = 0
     unshards: int = 0
     unshard_bytes: int = 0
+    untouched: int = 0
 
     def add(self, other: Report) -> None:
         """Count another graph's report in."""
@@ -65,6 +68,7 @@ class Report:
         self.shards += other.shards
         self.unshards += other.unshards
         self.unshard_bytes += other.unshard_bytes
+        self.untouched += other.untouched
 
     @property
     def collectives(self) -> int:
@@ -100,6 +104,7 @@ class Report:
             f"{_count(len(self.attention), 'attention site')}, {_count(self.collectives, 'collective')} per step "
             f"({_bytes(self.bytes_per_rank)} sent per rank): {_count(self.shards, 'shard')} (free), "
             f"{_count(self.unshards, 'unshard')}, {_count(len(self.regathers), 'regather')}"
+            + (f"; {_count(self.untouched, 'graph')} without attention on every rank" if self.untouched else "")
         )
 
 

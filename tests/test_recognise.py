@@ -166,3 +166,34 @@ def test_register_attention_names_what_the_schema_lacks():
         spcompile.register_attention(attend, spcompile.AttentionCall())
     with pytest.raises(spcompile.SPConfigError, match="wants an OpOverload"):
         spcompile.register_attention(F.scaled_dot_product_attention, spcompile.AttentionCall())
+
+
+def test_simplifying_flex_attention_leaves_writes_in_place_alone():
+    def model(x):
+        y = x * 1
+        y.add_(1)
+        q, k, v = (p.transpose(1, 2) for p in project(y, B, S, H, D))
+        out = flex_attention(q, k, v).transpose(1, 2).flatten(2)
+        out.mul_(2)
+        return out
+
+    assert_distributed(model, {"ulysses": 2})
+
+
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_multihead_attention_whose_weights_nobody_uses_is_distributed(degrees):
+    torch.manual_seed(0)
+    mha = torch.nn.MultiheadAttention(H * D, H, batch_first=True).eval()
+    with torch.no_grad():
+        assert_distributed(lambda x: mha(x, x, x)[0], degrees)
+
+
+def test_multihead_attention_whose_weights_are_used_runs_whole():
+    torch.manual_seed(0)
+    mha = torch.nn.MultiheadAttention(H * D, H, batch_first=True).eval()
+    x = torch.randn(B, S, H * D)
+    with torch.no_grad():
+        run = simulate(lambda x: mha(x, x, x), (x,), sp=2)
+        torch.testing.assert_close(run.outputs[1][1], mha(x, x, x)[1])
+    assert run.report.untouched == 1
+    assert "1 graph without attention on every rank" in str(run.report)

@@ -118,7 +118,9 @@ def plan(
         with through_dynamo():
             index = planned.report.graphs
             local = distribute(module, example_inputs, config, config.degree, "planned", index, device)
-        if local is not None:
+        if local is None:
+            planned.report.add(Report(config.degree, untouched=1))
+        else:
             planned.graphs.append(local.module)
             planned.report.add(local.report)
         return module.forward
@@ -159,6 +161,7 @@ class _Backend:
             with through_dynamo():
                 local = distribute(module, example_inputs, self.config, self.degree, "simulated", self.report.graphs)
         if local is None:
+            self.report.add(Report(self.degree, untouched=1))
             return module.forward
         self.report.add(local.report)
         run = _Lockstep(local.module, self.degree)

@@ -1,0 +1,88 @@
+"""Attention that Dynamo's graph hides behind more than it needs is called plainly, before the capture.
+
+- ``flex_attention`` that modifies nothing is ``scaled_dot_product_attention``. Its block mask is built by vmap,
+  which the capture cannot trace; where the mask hides nothing it goes too.
+- ``nn.MultiheadAttention`` computes its weights by hand if asked for them, and it is by default. Where nobody uses
+  them it is not asked.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.attention.flex_attention
+import torch.nn.functional as F
+from torch import fx
+
+flex_attention = torch.ops.higher_order.flex_attention
+_FLEX_FILE = inspect.getfile(torch.nn.attention.flex_attention)
+
+
+def simplify(module: fx.GraphModule) -> fx.GraphModule:
+    """``module`` with such calls replaced; ``module`` itself if it has none."""
+    found = {n.name: replace for n in module.graph.nodes if (replace := _simpler(module, n)) is not None}
+    if not found:
+        return module
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, copies))
+    for old, new in list(copies.items()):
+        if old.name in found:
+            found[old.name](new)
+    for node in reversed(graph.nodes):  # what flex_attention made for itself, and nothing else
+        if not node.users and _FLEX_FILE in (node.meta.get("stack_trace") or ""):
+            graph.erase_node(node)
+    return fx.GraphModule(module, graph)
+
+
+def _simpler(module: fx.GraphModule, node: fx.Node) -> Callable[[fx.Node], None] | None:
+    """What to do to the copy of a node, if anything."""
+    if node.target is flex_attention and _modifies_nothing(module, node):
+        return _as_sdpa
+    if node.target is F.multi_head_attention_forward and node.kwargs.get("need_weights", True) and _only_first(node):
+        return _without_weights
+    return None
+
+
+def _only_first(node: fx.Node) -> bool:
+    """Is the first of several results the only one that is used?"""
+    return all(u.target is operator.getitem and u.args[1] == 0 for u in node.users if u.users)
+
+
+def _without_weights(node: fx.Node) -> None:
+    node.kwargs = {**node.kwargs, "need_weights": False}
+
+
+def _as_sdpa(node: fx.Node) -> None:
+    arguments: Any = node.args
+    query, key, value = arguments[:3]
+    heads = [x.meta["example_value"].shape[1] for x in (query, key)]
+    with node.graph.inserting_before(node):
+        kwargs = {"scale": arguments[5], "enable_gqa": heads[0] != heads[1]}
+        call = node.graph.call_function(F.scaled_dot_product_attention, (query, key, value), kwargs)
+    call.meta.update(node.meta)
+    for user in list(node.users):
+        user.replace_all_uses_with(call)
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
+def _modifies_nothing(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Score and mask are left alone, and nobody uses the log-sum-exp."""
+    arguments: Any = node.args
+    score, mask = getattr(module, arguments[3].target), getattr(module, arguments[4][-1].target)
+    return _only_first(node) and _returns_score(score) and _returns_true(mask)
+
+
+def _returns_score(score_mod: fx.GraphModule) -> bool:
+    nodes: list[Any] = list(score_mod.graph.nodes)
+    return nodes[-1].args[0] is nodes[0]
+
+
+def _returns_true(mask_mod: fx.GraphModule) -> bool:
+    result: Any = mask_mod.graph.output_node().args[0]
+    return getattr(result, "target", None) in ("new_ones", torch.ones) and result.kwargs.get("dtype") is torch.bool
