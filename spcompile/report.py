@@ -91,7 +91,7 @@ class Report:
     def __str__(self) -> str:
         buffer = io.StringIO()
         console = Console(file=buffer, width=140)
-        console.print(self._summary())
+        console.print(self._summary(), soft_wrap=True)
         if self.attention:
             console.print(_table("attention", _grouped(self.attention)))
         if self.regathers:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.attention.flex_attention
 import torch.nn.functional as F
 from torch import fx
+from torch._functorch import predispatch
 
 flex_attention = torch.ops.higher_order.flex_attention
 _FLEX_FILE = inspect.getfile(torch.nn.attention.flex_attention)
@@ -33,10 +34,24 @@ def simplify(module: fx.GraphModule) -> fx.GraphModule:
     for old, new in list(copies.items()):
         if old.name in found:
             found[old.name](new)
-    for node in reversed(graph.nodes):  # what flex_attention made for itself, and nothing else
-        if not node.users and _FLEX_FILE in (node.meta.get("stack_trace") or ""):
-            graph.erase_node(node)
+    _erase_block_masks(graph)
     return fx.GraphModule(module, graph)
+
+
+def _erase_block_masks(graph: fx.Graph) -> None:
+    """Erase what flex_attention made for itself and nobody uses any more, and nothing else."""
+    levels: list[fx.Node] = []
+    ours: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _FLEX_FILE in (node.meta.get("stack_trace") or ""):
+            ours.add(node)
+        if node.target is predispatch._vmap_increment_nesting:
+            levels.append(node)
+        elif node.target is predispatch._vmap_decrement_nesting and levels.pop() in ours:
+            ours.add(node)  # leaving a level has no source line of its own
+    for node in reversed(graph.nodes):
+        if node in ours and not node.users:
+            graph.erase_node(node)
 
 
 def _simpler(module: fx.GraphModule, node: fx.Node) -> Callable[[fx.Node], None] | None:
