@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import fx
+from torch._logging import trace_structured
 
 from spcompile.call import tensor_of
 from spcompile.capture import Captured
@@ -25,6 +27,13 @@ def dump(folder: str, index: int, captured: Captured, found: Inference, rewritte
     (target / "layouts.txt").write_text(layouts(captured.graph, found, degree))
     (target / "rewritten.py").write_text(readable(fx.GraphModule(captured.graph_module, rewritten.graph)))
     (target / "report.txt").write_text(f"{rewritten.report}\n")
+
+
+def trace(name: str, text: Callable[[], str]) -> None:
+    """Hand a stage's text to torch's structured trace (``TORCH_TRACE``), where tlparse shows it."""
+    trace_structured(
+        "artifact", metadata_fn=lambda: {"name": f"spcompile_{name}", "encoding": "string"}, payload_fn=text
+    )
 
 
 def readable(module: fx.GraphModule) -> str:

@@ -21,8 +21,8 @@ from spcompile.errors import SPConfigError
 def compile_inner(config: Config, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile with ``config.inner`` and its options."""
     inputs = list(example_inputs)
-    tag = torch.compiler.config.cache_key_tag
-    with torch.compiler.config.patch(cache_key_tag=f"{tag}spcompile-{fingerprint()}"):
+    caching: Any = torch.compiler.config
+    with caching.patch(cache_key_tag=f"{caching.cache_key_tag}spcompile-{fingerprint()}"):
         return _compile(config, module, inputs)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from spcompile import ops
 from spcompile.capture import Captured, capture, retarget
 from spcompile.config import Config, Mesh
-from spcompile.dump import dump
+from spcompile.dump import dump, layouts, readable, trace
 from spcompile.errors import UnsupportedGraphError
 from spcompile.exchanges import Policy
 from spcompile.infer import Inference, infer
@@ -82,6 +82,9 @@ def distribute(
     _require_exact(sites, found)
     rewritten = rewrite(captured, sites, found, degree=degree, group=group)
     log.info("rewrite: %d nodes, %d collectives", len(rewritten.graph.nodes), rewritten.report.collectives)
+    trace("captured", lambda: readable(captured.graph_module))
+    trace("layouts", lambda: layouts(captured.graph, found, degree))
+    trace("rewritten", lambda: readable(fx.GraphModule(captured.graph_module, rewritten.graph)))
     if config.dump:
         dump(config.dump, index, captured, found, rewritten, degree)
     verify(rewritten, captured.graph, sites, degree)

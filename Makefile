@@ -1,0 +1,37 @@
+# Two commands on a fresh machine with Python 3.11 and gcc: `make demo` and `make test`.
+# Versions are pinned in constraints.txt, torch above all: left to itself, pip takes a CUDA build of several GB.
+
+PYTHON ?= python3
+VENV := .venv
+INSTALLED := $(VENV)/installed
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test long lint clean
+
+demo: $(INSTALLED)
+	$(VENV)/bin/python examples/demo.py
+
+test: $(INSTALLED)
+	$(VENV)/bin/pytest --timeout=600
+
+# Exit code 5 is pytest's for "no tests collected", which is no failure here.
+long: $(INSTALLED)
+	$(VENV)/bin/pytest -m long --timeout=1800 || [ $$? -eq 5 ]
+
+# mypy reads the package as it is installed, with ops/ as spcompile.ops.
+lint: $(INSTALLED)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	rm -rf build/mypy && mkdir -p build/mypy && cp -r spcompile build/mypy && cp -r ops build/mypy/spcompile/ops
+	cd build/mypy && ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml -p spcompile
+
+# A new environment whenever what it is made from changes, so that nothing stale is left in it.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(VENV)
+	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
