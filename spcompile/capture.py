@@ -76,6 +76,13 @@ class _Inliner(fx.Interpreter):
             self.attributes.get(target, None) if target in self.attributes else super().get_attr(target, args, kwargs)
         )
 
+    def run_node(self, n: fx.Node) -> Any:
+        """Numbers that change from call to call arrive as tensors with .item(): specialised, as sizes are."""
+        value = n.meta.get("example_value")
+        if n.op == "call_method" and n.target == "item" and isinstance(value, (torch.SymFloat, torch.SymInt)):
+            return float(value) if isinstance(value, torch.SymFloat) else int(value)
+        return super().run_node(n)
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in INLINED:
             body, operands = args[0], args[INLINED[target] :]

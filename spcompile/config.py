@@ -88,5 +88,6 @@ def _mesh(sp: int | None, degrees: Mapping[str, int | None]) -> Mesh | None:
         asked = ", ".join(f"{name}={d}" for name, d in given.items())
         rest, left = divmod(sp, product)
         fits = f"raise one of them {rest} times, or leave them out" if left == 0 else f"say sp={product}"
-        raise SPConfigError(f"sp={sp}, but {asked} multiply to {product}: {fits}")
+        makes = "is" if len(given) == 1 else "multiply to"
+        raise SPConfigError(f"sp={sp}, but {asked} {makes} {product} ranks: {fits}")
     return ring, kv_gather, ulysses

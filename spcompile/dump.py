@@ -23,9 +23,9 @@ def dump(folder: str, index: int, captured: Captured, found: Inference, rewritte
         return
     target = Path(folder) / f"graph{index}"
     target.mkdir(parents=True, exist_ok=True)
-    (target / "captured.py").write_text(readable(captured.graph_module))
+    (target / "captured.py").write_text(readable(captured.graph_module, captured.graph, "Captured"))
     (target / "layouts.txt").write_text(layouts(captured.graph, found, degree))
-    (target / "rewritten.py").write_text(readable(fx.GraphModule(captured.graph_module, rewritten.graph)))
+    (target / "rewritten.py").write_text(readable(captured.graph_module, rewritten.graph, "Rewritten"))
     (target / "report.txt").write_text(f"{rewritten.report}\n")
 
 
@@ -36,8 +36,9 @@ def trace(name: str, text: Callable[[], str]) -> None:
     )
 
 
-def readable(module: fx.GraphModule) -> str:
+def readable(root: fx.GraphModule, graph: fx.Graph, name: str) -> str:
     """The graph as Python, with shapes and source lines."""
+    module = fx.GraphModule(root, graph, name)
     return module.print_readable(print_output=False, include_stride=True) + "\n"
 
 

@@ -33,5 +33,5 @@ def through_dynamo() -> Iterator[None]:
         if isinstance(error, ShortenTraceback):
             raise
         kind = type(error)
-        escaping = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__})
-        raise escaping(str(error), first_useful_frame=None) from None
+        members = {"__module__": kind.__module__, "__init__": Exception.__init__, "first_useful_frame": None}
+        raise type(kind.__name__, (kind, ShortenTraceback), members)(str(error)) from error.__cause__

@@ -84,7 +84,7 @@ def _of_device_mesh(mesh: DeviceMesh) -> tuple[Ranks, str]:
     degrees = (ring, kv_gather, ulysses)
     group = mesh.get_group(ours[0]) if len(ours) == 1 else mesh[ours]._flatten("_".join(ours)).get_group()
     assert group.size() == math.prod(degrees)
-    return Ranks(group, degrees), f"the mesh's axes {', '.join(ours)}"
+    return Ranks(group, degrees), f"the part {', '.join(ours)} of the mesh"
 
 
 def require_same(group: dist.ProcessGroup, digest: str, what: str) -> None:

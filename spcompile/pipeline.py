@@ -30,10 +30,11 @@ log = logging.getLogger("spcompile")
 
 @dataclass(frozen=True)
 class Distributed:
-    """The local graph as a module for the inner compiler, and what was done."""
+    """The local graph as a module for the inner compiler, what was done, and the inputs it was made for."""
 
     module: fx.GraphModule
     report: Report
+    signature: str
 
     @property
     def meshes(self) -> set[Mesh]:
@@ -44,7 +45,7 @@ class Distributed:
     @property
     def digest(self) -> str:
         """What all ranks must agree on."""
-        return hashlib.sha256(str(self.module.code).encode()).hexdigest()
+        return hashlib.sha256(f"{self.module.code}\n{self.signature}".encode()).hexdigest()
 
 
 def distribute(
@@ -82,16 +83,22 @@ def distribute(
     _require_exact(sites, found)
     rewritten = rewrite(captured, sites, found, degree=degree, group=group)
     log.info("rewrite: %d nodes, %d collectives", len(rewritten.graph.nodes), rewritten.report.collectives)
-    trace("captured", lambda: readable(captured.graph_module))
+    trace("captured", lambda: readable(captured.graph_module, captured.graph, "Captured"))
     trace("layouts", lambda: layouts(captured.graph, found, degree))
-    trace("rewritten", lambda: readable(fx.GraphModule(captured.graph_module, rewritten.graph)))
+    trace("rewritten", lambda: readable(captured.graph_module, rewritten.graph, "Rewritten"))
     if config.dump:
         dump(config.dump, index, captured, found, rewritten, degree)
     verify(rewritten, captured.graph, sites, degree)
     require_distributed(sites, rewritten.report)
     if config.strict:
         require_strict(rewritten.report)
-    return Distributed(_for_inner(captured, dynamo, rewritten), rewritten.report)
+    return Distributed(_for_inner(captured, dynamo, rewritten), rewritten.report, _signature(captured.graph))
+
+
+def _signature(graph: fx.Graph) -> str:
+    """Shape, dtype and kind of device of every input."""
+    values = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
+    return "\n".join(f"{list(v.shape)} {v.dtype} {v.device.type}" for v in values if isinstance(v, Tensor))
 
 
 def _require_inference(captured: Captured, sites: Sequence[Site], example_inputs: Sequence[Any]) -> None:
@@ -102,7 +109,8 @@ def _require_inference(captured: Captured, sites: Sequence[Site], example_inputs
     fixed = [i for i, x in enumerate(example_inputs) if getattr(x, "_dynamo_dynamic_indices", None)]
     if fixed:
         raise UnsupportedGraphError(
-            f"the graph around {where}: mark_dynamic was called on graph input {fixed[0]}, and every resolution is "
+            f"the graph around {where}: mark_dynamic was called on an input of shape "
+            f"{list(example_inputs[fixed[0]].shape)}, and every resolution is "
             "compiled on its own; leave mark_dynamic out, or use torch._dynamo.maybe_mark_dynamic"
         )
     trains = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)

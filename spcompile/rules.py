@@ -639,7 +639,6 @@ RULES: dict[OpOverload, Rule] = {
     aten.narrow.default: NARROW,
     **_same(SPLIT, aten.split, aten.split_with_sizes, aten.chunk, aten.unsafe_split, aten.unsafe_chunk),
     aten.tensor_split.sections: SPLIT,
-    aten.tensor_split.indices: SPLIT,
     **_same(Carry(taken_apart), aten.select, aten.unbind),
     **_same(Carry(select_scatter), aten.select_scatter),
     **_same(SliceScatter(), aten.slice_scatter),
@@ -657,7 +656,7 @@ RULES: dict[OpOverload, Rule] = {
     **_same(Carry(einsum), aten.einsum),
     # norms and other ops that mix entries along some dims
     **_same(Carry(last_dims), aten.layer_norm, aten.rms_norm, aten.native_layer_norm, aten._fused_rms_norm),
-    **_same(Carry(only_first_dim), aten.group_norm, aten.native_group_norm),
+    **_same(Carry(only_first_dim), aten.group_norm),
     **_same(Carry(batch_norm), aten.batch_norm, aten.native_batch_norm),
     **_same(Carry(along("dim")), aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax),
     **_same(Carry(along("dim")), aten.cumsum, aten.cumprod, aten.logcumsumexp, aten.sort, aten.argsort, aten.topk),

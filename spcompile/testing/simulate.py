@@ -127,6 +127,8 @@ def plan(
 
     with torch.no_grad(), torch._dynamo.config.patch(_NO_LIMITS):
         torch.compile(model, backend=compiler)(*args, **dict(kwargs or {}))
+    if not planned.report.graphs and not planned.report.untouched:
+        raise SPConfigError("torch.compile compiled nothing here; call plan outside of dispatch modes")
     return planned
 
 

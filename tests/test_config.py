@@ -1,0 +1,79 @@
+"""Options of `spcompile.backend`: what cannot be right is refused at once, with what was given and what would fit."""
+
+from __future__ import annotations
+
+import pytest
+
+import spcompile
+from spcompile.testing import simulate
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"sp": 0}, "sp=0: a degree is a whole number of ranks, 1 or more"),
+        ({"sp": -2}, "sp=-2"),
+        ({"sp": 2.0}, "sp=2.0"),
+        ({"sp": "2"}, "sp='2'"),
+        ({"sp": True}, "sp=True"),
+        ({"ulysses": 0}, "ulysses=0"),
+        ({"ring": 0}, "ring=0"),
+        ({"kv_gather": "all"}, "kv_gather='all'"),
+        ({"sp": 4, "ulysses": 3}, "sp=4, but ulysses=3 is 3 ranks: say sp=3"),
+        (
+            {"sp": 8, "ring": 2, "ulysses": 2},
+            "sp=8, but ring=2, ulysses=2 multiply to 4 ranks: raise one of",
+        ),
+        ({"kernel": "flash9"}, "kernel='flash9' is not known; choose one of auto, sdpa"),
+        ({"min_tokens": 0}, "min_tokens=0"),
+        ({"min_tokens": 1.5}, "min_tokens=1.5"),
+        ({"min_tokens": True}, "min_tokens=True"),
+        ({"inner": 3}, "inner=3: want the name of a torch.compile backend, or a callable"),
+    ],
+    ids=str,
+)
+def test_an_option_that_cannot_be_right_is_refused(options, text):
+    with pytest.raises(spcompile.SPConfigError, match=text):
+        spcompile.backend(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "degree", "mesh"),
+    [
+        ({}, None, None),
+        ({"sp": 1}, 1, None),
+        ({"sp": 4}, 4, None),
+        ({"ulysses": 4}, 4, (1, 1, 4)),
+        ({"sp": 4, "ulysses": 4}, 4, (1, 1, 4)),
+        ({"ring": 1}, 1, (1, 1, 1)),
+        ({"ring": 2, "kv_gather": 3, "ulysses": 4}, 24, (2, 3, 4)),
+        ({"sp": 6, "ring": 2, "kv_gather": 3}, 6, (2, 3, 1)),
+    ],
+)
+def test_degrees_that_fit_are_taken(options, degree, mesh):
+    config = spcompile.backend(**options).config
+    assert (config.degree, config.mesh) == (degree, mesh)
+
+
+def test_options_are_frozen():
+    options = {"max_autotune": False}
+    config = spcompile.backend(options=options).config
+    options["max_autotune"] = True
+    assert config.options == {"max_autotune": False}
+    with pytest.raises(AttributeError):
+        config.strict = True
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "a simulation needs a number of ranks: sp=2"),
+        ({"sp": 2, "inner": "inductor"}, "leave inner= out"),
+        ({"sp": 2, "mesh": object()}, "leave mesh= out"),
+        ({"sp": 0}, "sp=0"),
+    ],
+    ids=str,
+)
+def test_simulate_refuses_what_it_has_no_use_for(options, text):
+    with pytest.raises(spcompile.SPConfigError, match=text):
+        simulate(lambda x: x, (1,), **options)

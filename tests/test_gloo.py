@@ -1,0 +1,160 @@
+"""Real processes under torchrun, on gloo. What each rank does is in workers/cases.py; what it must give is here.
+
+Starting ranks takes seconds, so the cases of one launch run one after the other in the same processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+WORKER = Path(__file__).parent / "workers" / "cases.py"
+SMALL = (
+    "ops_equal_the_reference", "opcheck", "several_resolutions", "dynamic_shapes_under_inductor", "writes",
+    "different_shapes", "degrees_that_do_not_match",
+    "different_dtypes",  # the last, for it may end the processes
+)  # fmt: skip
+ALONE = tuple(f"exchange_{mesh}_{inner}" for mesh in ("2x1x1", "1x2x1", "1x1x2") for inner in ("eager", "inductor"))
+PRODUCTS = tuple(f"exchange_{mesh}_eager" for mesh in ("2x1x2", "1x2x2", "2x2x1"))
+SUB_GROUPS = (
+    "sub_groups", "axes_of_a_mesh_with_data_parallel_groups", "process_groups_of_every_other_rank",
+    "one_axis_of_a_mesh_of_every_other_rank",
+)  # fmt: skip
+MODELS = ("flux_float32", "wan_float32", "sd3_float32", "flux_bfloat16")
+LAUNCHES = {
+    2: ((*ALONE, *SMALL), MODELS, ("different_shapes_later",)),
+    4: ((*SUB_GROUPS, "two_axes_of_a_mesh", *PRODUCTS, "ops_equal_the_reference", "writes"), MODELS),
+}
+LIMIT_S = 540
+
+
+@cache
+def launch(num_ranks: int, names: tuple[str, ...]) -> dict[str, list[dict[str, Any]]]:
+    """Run the cases on ``num_ranks`` real ranks; per case, what each rank measured."""
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}",
+                   str(WORKER), folder, *names]  # fmt: skip
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GROUP_TIMEOUT_S": "30" if len(names) == 1 else "300"}
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+            log = done.stderr
+        except subprocess.TimeoutExpired as expired:
+            log = f"stopped after {LIMIT_S} s\n{(expired.stderr or b'').decode()}"
+
+        def read(name: str, rank: int) -> dict[str, Any]:
+            file = Path(folder) / f"{name}.{rank}.json"
+            return json.loads(file.read_text()) if file.exists() else {"error": f"not finished\n{log[-4000:]}"}
+
+        return {name: [read(name, rank) for rank in range(num_ranks)] for name in names}
+
+
+def measured(num_ranks: int, name: str) -> list[dict[str, Any]]:
+    """What each rank measured in one case, none of which may have failed."""
+    names = next(names for names in LAUNCHES[num_ranks] if name in names)
+    results = launch(num_ranks, names)[name]
+    failures = [f"rank {rank}: {r['error']}" for rank, r in enumerate(results) if "error" in r]
+    assert not failures, "\n".join(failures)
+    return results
+
+
+two_and_four = pytest.mark.parametrize("num_ranks", [2, 4])
+two_and_long_four = pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+
+
+@two_and_four
+def test_ops_equal_the_reference(num_ranks):
+    for result in measured(num_ranks, "ops_equal_the_reference"):
+        assert result["ops"] > 0
+        assert result["different"] == []
+
+
+def test_opcheck_is_green():
+    for result in measured(2, "opcheck"):
+        assert result
+        assert all(outcome == ["SUCCESS"] for outcome in result.values())
+
+
+@two_and_four
+def test_buffers_and_inputs_are_written_as_without_compiling(num_ranks):
+    assert all(result["off"] < 1e-13 for result in measured(num_ranks, "writes"))
+
+
+def test_every_resolution_is_right_also_past_dynamos_limit():
+    assert all(result["off"] < 1e-13 for result in measured(2, "several_resolutions"))
+
+
+def test_dynamic_shapes_are_right_under_inductor():
+    assert all(result["off"] < 1e-5 for result in measured(2, "dynamic_shapes_under_inductor"))
+
+
+def test_ranks_with_different_shapes_are_all_told_and_go_on():
+    for result in measured(2, "different_shapes"):
+        assert {"RankMismatchError", "SPError", "RuntimeError"} <= set(result["raised"])
+        assert "ranks [0] / [1] differ" in result["text"]
+        assert result["off"] < 1e-13
+
+
+def test_ranks_with_different_dtypes_are_all_told():
+    assert [result["raised"] for result in measured(2, "different_dtypes")] == ["RankMismatchError"] * 2
+
+
+@pytest.mark.long
+@pytest.mark.xfail(strict=True, reason="one rank asks for its digest, the other is in an exchange: both hang")
+def test_ranks_with_different_shapes_in_a_later_call_are_all_told():
+    assert [result["raised"] for result in measured(2, "different_shapes_later")] == ["RankMismatchError"] * 2
+
+
+def test_degrees_that_do_not_match_the_group_are_refused():
+    for result in measured(2, "degrees_that_do_not_match"):
+        assert {"SPConfigError", "ValueError"} <= set(result["raised"])
+        assert "sp=3, but the default process group has 2 ranks" in result["text"]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "name"), [*((2, name) for name in ALONE), *((4, name) for name in PRODUCTS)], ids=str
+)
+def test_every_exchange_gives_what_one_process_gives(num_ranks, name):
+    degrees = dict(zip(("ring", "kv_gather", "ulysses"), name.split("_")[1].split("x"), strict=True))
+    used = {axis: d for axis, d in degrees.items() if d != "1"}
+    exchange = " x ".join(f"{axis}={d}" for axis, d in used.items()) if len(used) > 1 else next(iter(used))
+    for result in measured(num_ranks, name):
+        assert result["off"] < 1e-13
+        assert result["exchanges"] == [exchange, exchange, exchange, "local"] * 2
+
+
+@pytest.mark.parametrize("name", SUB_GROUPS)
+def test_sub_groups_each_get_their_own_answer(name):
+    results = measured(4, name)
+    by_half = name == "axes_of_a_mesh_with_data_parallel_groups"
+    assert [result["data"] for result in results] == ([0, 0, 1, 1] if by_half else [0, 1, 0, 1])
+    assert all(result["degree"] == 2 and result["off"] < 1e-13 for result in results)
+
+
+def test_the_axes_of_a_mesh_say_the_degrees():
+    for result in measured(4, "two_axes_of_a_mesh"):
+        assert result["off"] < 1e-13
+        assert result["exchanges"] == ["local", "ring=2 x ulysses=2"]
+
+
+@two_and_long_four
+@pytest.mark.parametrize("model", ["flux", "wan", "sd3"])
+def test_diffusers_models_under_inductor(model, num_ranks):
+    for result in measured(num_ranks, f"{model}_float32"):
+        assert result["off"] < 1e-5
+        assert result["regathers"] == 0
+
+
+@two_and_long_four
+def test_bfloat16_is_as_exact_as_without_sharding(num_ranks):
+    for result in measured(num_ranks, "flux_bfloat16"):
+        assert result["dtype"] == "torch.bfloat16"
+        assert result["off"] <= 2 * result["off_alone"]
+        assert result["rms"] <= 2 * result["rms_alone"]

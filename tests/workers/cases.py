@@ -1,0 +1,337 @@
+"""What every rank of a real group runs: named cases, each of which returns measurements as plain numbers.
+
+Started by `launch` in test_gloo.py: ``cases.py FOLDER NAME...`` under torchrun. A rank writes
+``FOLDER/NAME.RANK.json`` per case: what the case returned, or the traceback under ``error``. Asserting is left
+to the tests.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from helpers import SelfAttention, attend, tokens
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import spcompile
+from spcompile.ops.mesh import AXES
+from spcompile.testing import zoo
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {}
+MESHES_OF = {
+    2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)],
+    4: [(4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 1)],
+}
+"""``(ring, kv_gather, ulysses)`` of as many ranks."""
+
+
+def case(f: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    CASES[f.__name__] = f
+    return f
+
+
+def compiled(model: nn.Module, inner: str = "aot_eager", **options: Any) -> Callable[..., Any]:
+    return torch.compile(model, backend=spcompile.backend(inner=inner, **options))
+
+
+def off(found: Any, expected: Any) -> float:
+    """The largest difference, relative to the largest expected value."""
+    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+class Moving(nn.Module):
+    """Writes a buffer and an input from what attention gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = SelfAttention()
+        self.register_buffer("average", torch.zeros(2, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        self.average.mul_(0.5).add_(y.mean(1), alpha=0.5)
+        x[:, 1:3] += y[:, 2:4]
+        return y + self.average[:, None]
+
+
+# ops
+
+
+@case
+def ops_equal_the_reference() -> dict[str, Any]:
+    from test_ops import EXAMPLES, MEMORY
+
+    group, rank, size = dist.group.WORLD.group_name, dist.get_rank(), dist.get_world_size()
+    different = []
+    for name, make in EXAMPLES.items():
+        for memory in MEMORY:
+            for mesh in MESHES_OF[size]:
+                example = make(mesh=mesh, memory=memory)
+                found = example.op(*example.ranks[rank], group)
+                different += [f"{name} {mesh} {memory.__name__}: {d}" for d in example.differences(rank, found)]
+    return {"ops": len(EXAMPLES), "different": different}
+
+
+@case
+def opcheck() -> dict[str, Any]:
+    from test_ops import EXAMPLES
+
+    checked = {}
+    for name, make in EXAMPLES.items():
+        for mesh in MESHES_OF[dist.get_world_size()]:
+            example = make(mesh=mesh)
+            args = (*example.ranks[dist.get_rank()], dist.group.WORLD.group_name)
+            checked[f"{name} {mesh}"] = sorted(set(torch.library.opcheck(example.op, args).values()))
+    return checked
+
+
+# small models
+
+
+@case
+def several_resolutions() -> dict[str, Any]:
+    """More of them than Dynamo recompiles for; past its limit it runs the model as it is."""
+    model = SelfAttention().double()
+    fast = compiled(model, inner="eager")
+    errors = []
+    with torch.no_grad():
+        for num in (12, 20, 9, 12, *range(30, 40), 12):
+            x = tokens(num).double()
+            errors.append(off(fast(x), model(x)))
+    return {"off": max(errors)}
+
+
+@case
+def dynamic_shapes_under_inductor() -> dict[str, Any]:
+    model = SelfAttention()
+    errors = {}
+    with torch.no_grad():
+        for dynamic in (None, True):
+            torch._dynamo.reset()
+            fast = torch.compile(model, backend=spcompile.backend(), dynamic=dynamic)
+            for num in (8, 11):
+                x = tokens(num)
+                errors[f"{dynamic} {num}"] = off(fast(x), model(x))
+    return {"off": max(errors.values())}
+
+
+@case
+def writes() -> dict[str, Any]:
+    """Buffers and inputs hold on every rank what they hold without compiling, after several steps."""
+    model, xs = Moving().double(), [tokens(7).double() for _ in range(2)]
+    eager, eager_xs = copy.deepcopy((model, xs))
+    fast = compiled(model)
+    with torch.no_grad():
+        found, expected = [fast(x) for x in xs], [eager(x) for x in eager_xs]
+    return {"off": off([found, xs, model.average], [expected, eager_xs, eager.average])}
+
+
+@case
+def different_shapes() -> dict[str, Any]:
+    """Every rank must be told, and the group must still be usable."""
+    model = SelfAttention().double()
+    fast = compiled(model)
+    try:
+        with torch.no_grad():
+            fast(tokens(8 + dist.get_rank()).double())
+        raised, text = None, ""
+    except Exception as error:
+        raised, text = [c.__name__ for c in type(error).__mro__], str(error)
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    x = tokens(8).double()
+    with torch.no_grad():
+        return {"raised": raised, "text": text, "off": off(compiled(model)(x), model(x))}
+
+
+@case
+def different_shapes_later() -> dict[str, Any]:
+    """One rank has the graph already, the other compiles a new one."""
+    fast = compiled(SelfAttention(), inner="eager")
+    with torch.no_grad():
+        fast(tokens(8))
+        fast(tokens(12))
+        try:
+            fast(tokens([8, 10][dist.get_rank() % 2]))
+            return {"raised": None}
+        except Exception as error:
+            return {"raised": type(error).__name__, "text": str(error)}
+
+
+@case
+def different_dtypes() -> dict[str, Any]:
+    model = SelfAttention().to([torch.float32, torch.float64][dist.get_rank() % 2])
+    try:
+        with torch.no_grad():
+            compiled(model)(tokens(8).to(model.qkv.weight.dtype))
+        return {"raised": None}
+    except spcompile.RankMismatchError as error:
+        return {"raised": type(error).__name__, "text": str(error)}
+
+
+@case
+def degrees_that_do_not_match() -> dict[str, Any]:
+    try:
+        with torch.no_grad():
+            compiled(SelfAttention(), sp=dist.get_world_size() + 1)(tokens(8))
+        return {"raised": None}
+    except Exception as error:
+        return {"raised": [c.__name__ for c in type(error).__mro__], "text": str(error)}
+
+
+@case
+def sub_groups() -> dict[str, Any]:
+    """Ranks {0, 2} and {1, 3} each share a sequence of their own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "dp"))
+    mine = mesh.get_local_rank("dp")
+    model = SelfAttention().double()
+    x = [tokens(7), tokens(12)][mine].double() + mine
+    backend = spcompile.backend(sp=2, mesh=mesh, inner="aot_eager")
+    with torch.no_grad():
+        found, expected = torch.compile(model, backend=backend)(x), model(x)
+    return {"off": off(found, expected), "degree": backend.report().degree, "data": mine}
+
+
+# every exchange
+
+
+class Exchanging(nn.Module):
+    """A causal site, one with a mask, one with fewer key/value heads and one that attends to a context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.causal, self.masked = SelfAttention(is_causal=True), SelfAttention()
+        self.q, self.kv = nn.Linear(24, 24), nn.Linear(24, 8)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        num = x.shape[1]
+        x = x + self.causal(x)
+        x = x + self.masked(x, attn_mask=(torch.arange(num) != num // 2)[None])
+        k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.kv(x).chunk(2, dim=-1))
+        q = self.q(x).unflatten(-1, (12, -1)).transpose(1, 2)
+        x = x + F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
+        return attend(x, context, context)
+
+
+def _exchange(mesh: Sequence[int], inner: str) -> dict[str, Any]:
+    """Errors in float64 after each of two resolutions, the second one odd."""
+    model = Exchanging().double()
+    backend = spcompile.backend(inner=inner, **dict(zip(AXES, mesh, strict=True)))
+    fast, errors = torch.compile(model, backend=backend), []
+    with torch.no_grad():
+        for num in (16, 7):
+            inputs = tokens(num).double(), tokens(5).double()
+            errors.append(off(fast(*inputs), model(*inputs)))
+    return {"off": max(errors), "exchanges": [e.exchange for e in backend.report().attention]}
+
+
+for _size, _meshes in MESHES_OF.items():
+    for _mesh in _meshes:
+        for _inner in ("eager", "inductor"):
+            CASES[f"exchange_{'x'.join(map(str, _mesh))}_{_inner}"] = lambda m=_mesh, i=_inner: _exchange(m, i)
+
+
+def _share(mesh: Any, data: int, **options: Any) -> dict[str, Any]:
+    """A sequence of ``data``'s own, shared along ``mesh``."""
+    model = Exchanging().double()
+    inputs = tokens([7, 12][data]).double() + data, tokens(5).double()
+    backend = spcompile.backend(mesh=mesh, inner="eager", **options)
+    with torch.no_grad():
+        found, expected = torch.compile(model, backend=backend)(*inputs), model(*inputs)
+    found_exchanges = sorted({e.exchange for e in backend.report().attention})
+    return {"off": off(found, expected), "degree": backend.report().degree, "data": data, "exchanges": found_exchanges}
+
+
+@case
+def axes_of_a_mesh_with_data_parallel_groups() -> dict[str, Any]:
+    sizes = (2, 2, 1) if dist.get_world_size() == 4 else (2, 2, 2)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ring", "ulysses"))
+    return _share(mesh, mesh.get_local_rank("dp"))
+
+
+@case
+def two_axes_of_a_mesh() -> dict[str, Any]:
+    return _share(init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "ring", "ulysses")), 0)
+
+
+@case
+def process_groups_of_every_other_rank() -> dict[str, Any]:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = dist.get_rank() % 2
+    return _share(groups[mine], mine, ring=2)
+
+
+@case
+def one_axis_of_a_mesh_of_every_other_rank() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("mine", "other"))
+    return _share(mesh["mine"], dist.get_rank() % 2, kv_gather=2)
+
+
+# diffusers models under Inductor
+
+
+def _zoo(name: str, dtype: torch.dtype) -> dict[str, Any]:
+    which = zoo.case(name, "odd")
+    model, inputs = which.build(), which.inputs()
+    with torch.no_grad():
+        exact = copy.deepcopy(model).double()(**_cast(inputs, torch.float64))[0]
+        if dtype != torch.float32:
+            model, inputs = model.to(dtype), _cast(inputs, dtype)
+        backend = spcompile.backend()
+        found = torch.compile(model, backend=backend)(**inputs)[0]
+        measured = {"off": off(found, exact), "dtype": str(found.dtype), "regathers": len(backend.report().regathers)}
+        measured["rms"] = float((found - exact).pow(2).mean().sqrt())
+        if dtype != torch.float32:
+            torch._dynamo.reset()
+            alone = torch.compile(model)(**inputs)[0]
+            measured |= {"off_alone": off(alone, exact), "rms_alone": float((alone - exact).pow(2).mean().sqrt())}
+    return measured
+
+
+def _cast(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Times and ids stay as they are: their precision is the model's own affair."""
+    kept = ("timestep", "guidance", "img_ids", "txt_ids")
+    return {
+        k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() and k not in kept else v
+        for k, v in inputs.items()
+    }
+
+
+for _name in zoo.names():
+    for _dtype in (torch.float32, torch.bfloat16):
+        CASES[f"{_name}_{_dtype}".replace("torch.", "")] = lambda n=_name, d=_dtype: _zoo(n, d)
+
+
+def main() -> None:
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=int(os.environ.get("GROUP_TIMEOUT_S", "300"))))
+    rank = dist.get_rank()
+    for name in names:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        try:
+            result = CASES[name]()
+        except BaseException:
+            result = {"error": traceback.format_exc()}
+        (folder / f"{name}.{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
