@@ -20,7 +20,7 @@ def project(x: torch.Tensor, *shape: int) -> list[torch.Tensor]:
     return [F.linear(x, w).view(*shape) for w in WEIGHTS]
 
 
-@torch.library.custom_op("spcompile_tests::attend", mutates_args=())
+@torch.library.custom_op("spcompile_tests::users_attend", mutates_args=())
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool = False, scale: float | None = None
 ) -> torch.Tensor:
@@ -73,7 +73,7 @@ def registered():
     call = spcompile.AttentionCall(q="query", k="key", v="value", shape="bshd", causal="causal", scale="scale")
     spcompile.register_attention(attend, call)
     yield
-    del CALLS["spcompile_tests::attend"]
+    del CALLS["spcompile_tests::users_attend"]
 
 
 def users_op(x):
@@ -114,7 +114,7 @@ def test_a_registered_op_is_distributed(registered, model, degrees):
 
 
 def test_a_registered_op_stays_the_op_that_runs(registered):
-    assert assert_distributed(users_op, {"ulysses": 3}).kernel == "spcompile_tests.attend"
+    assert assert_distributed(users_op, {"ulysses": 3}).kernel == "spcompile_tests.users_attend"
 
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
@@ -132,8 +132,8 @@ def test_an_op_nobody_registered_is_gathered_around_and_reported():
     x = torch.randn(B, S, H * D)
     run = simulate(model, (x,), ulysses=2)
     torch.testing.assert_close(run.outputs[1], model(x), rtol=0, atol=2e-6)
-    assert {r.op for r in run.report.regathers} == {"spcompile_tests.attend"}
-    with pytest.raises(spcompile.UnsupportedGraphError, match=r"spcompile_tests\.attend"):
+    assert {r.op for r in run.report.regathers} == {"spcompile_tests.users_attend"}
+    with pytest.raises(spcompile.UnsupportedGraphError, match=r"spcompile_tests\.users_attend"):
         simulate(model, (x,), ulysses=2, strict=True)
 
 
