@@ -160,20 +160,6 @@ def different_shapes() -> dict[str, Any]:
 
 
 @case
-def different_shapes_later() -> dict[str, Any]:
-    """One rank has the graph already, the other compiles a new one."""
-    fast = compiled(SelfAttention(), inner="eager")
-    with torch.no_grad():
-        fast(tokens(8))
-        fast(tokens(12))
-        try:
-            fast(tokens([8, 10][dist.get_rank() % 2]))
-            return {"raised": None}
-        except Exception as error:
-            return {"raised": type(error).__name__, "text": str(error)}
-
-
-@case
 def different_dtypes() -> dict[str, Any]:
     model = SelfAttention().to([torch.float32, torch.float64][dist.get_rank() % 2])
     try:
