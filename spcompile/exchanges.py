@@ -106,6 +106,10 @@ class _Planner:
     policy: Policy
 
     @property
+    def has_heads(self) -> bool:
+        return all(len(self.site.shape(name)) > 2 for name in ("q", "k", "v"))
+
+    @property
     def seq(self) -> int:
         return len(self.site.shape("q")) - 2
 
@@ -169,6 +173,8 @@ class _Planner:
 
     def cross(self, q: Sharded) -> SitePlan:
         """Each query row attends to all of a context that every rank holds."""
+        if self.site.causal and (q.outer, q.inner) != (1, 1):  # places in the sequence must follow from segments
+            q = Sharded(self.seq, self.call.new_root((self.call.node, "q"), self.site.num_query_tokens))
         wanted = self.operands(q=q, k=REPLICATED, v=REPLICATED, mask=self.mask_along(q, -2))
         chosen = SitePlan("local", Plan(wanted, (q,)), "every rank holds all keys and values")
         # Causal: which keys a query sees goes by its place in the whole sequence, which `block` gives.
@@ -179,6 +185,8 @@ class _Planner:
         cut = self.site.fixed_lengths and isinstance(chosen.plan.outputs[0], Sharded)
         if self.policy.kernel == "auto" and block == NONE and not cut:
             return chosen
+        if not self.has_heads:
+            return self.refused("kernels need a head dim, and query, key or value has only two dims")
         skewed = self.site.causal and self.site.shape("q")[-2] != self.site.shape("k")[-2]
         kernel, why = self.kernel(needs_lse=block != NONE or skewed)
         if kernel is None:
@@ -188,6 +196,8 @@ class _Planner:
     # with one
 
     def exchanged(self) -> SitePlan:
+        if not self.has_heads:
+            return self.replicated("query, key or value has no head dim")
         layouts = self.sequence_layouts()
         if layouts is None:
             return self.replicated("query, key and value are sharded along different dims")
@@ -267,8 +277,6 @@ class _Planner:
         """The kernel for an exchange, or None and why there is none."""
         _, _, ulysses = mesh
         q, k = self.site.shape("q"), self.site.shape("k")
-        if ulysses > 1 and len(q) < 3:
-            return None, "Ulysses needs a head dim, and the query has two dims"
         if ulysses > 1 and q[-3] % k[-3]:
             return None, f"{q[-3]} query heads are no multiple of {k[-3]} key heads"
         whole = ulysses == self.policy.degree

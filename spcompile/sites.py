@@ -58,6 +58,7 @@ class Site:
 
 def _sdpa(node: fx.Node) -> dict[str, Any]:
     arguments = bind(node)
+    default = arguments["query"].meta["val"].shape[-1] ** -0.5
     return {
         "q": arguments["query"],
         "k": arguments["key"],
@@ -65,7 +66,7 @@ def _sdpa(node: fx.Node) -> dict[str, Any]:
         "mask": arguments["attn_mask"],
         "dropout": arguments["dropout_p"],
         "causal": arguments["is_causal"],
-        "scale": arguments["scale"] or arguments["query"].meta["val"].shape[-1] ** -0.5,
+        "scale": default if arguments["scale"] is None else arguments["scale"],
     }
 
 

@@ -80,3 +80,17 @@ def test_visible_covers_each_pair_a_causal_mask_lets_through_once():
             want = torch.zeros(10, 10, dtype=torch.int64)
             want[q.start : q.end, k.start : k.end] = 1
             assert torch.equal(seen, want.tril())
+
+
+def test_causal_attention_of_folded_tokens_to_a_context_is_exact():
+    def model(x, context):
+        frames = x[0].unflatten(1, (2, 7)).transpose(0, 1) * 2
+        frames = F.scaled_dot_product_attention(frames, frames, frames)  # shards space, not frames x space
+        x = frames.transpose(0, 1).flatten(1, 2)[None]
+        return F.scaled_dot_product_attention(x, context, context, is_causal=True)
+
+    make = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 4, n, 2, generator=make, dtype=torch.float64) for n in (14, 5)]
+    for degrees in ({"sp": 2}, {"ulysses": 3}, {"ring": 2}):
+        for out in simulate(model, inputs, **degrees).outputs:
+            torch.testing.assert_close(out, model(*inputs))

@@ -176,3 +176,33 @@ def test_sageattention_runs_under_the_triton_interpreter_and_leaves_k_alone():
         [sys.executable, "-c", SAGE], env=environment, capture_output=True, text=True, timeout=500, check=False
     )
     assert "sage is right" in done.stdout, done.stderr[-2000:]
+
+
+def test_a_scale_of_zero_is_not_the_default_scale():
+    def model(x):
+        x = x * 2
+        return F.scaled_dot_product_attention(x, x, x.sin(), scale=0.0)
+
+    x = torch.randn(1, 4, 14, 2, dtype=torch.float64)
+    for out in simulate(model, (x,), ring=2).outputs:
+        torch.testing.assert_close(out, model(x))
+
+
+def test_attention_without_a_head_dim_is_refused():
+    def model(x):
+        x = x * 2
+        return F.scaled_dot_product_attention(x, x, x)
+
+    for degrees in ({"sp": 2}, {"ring": 2}, {"kv_gather": 2}, {"ulysses": 2}):
+        with pytest.raises(spcompile.UnsupportedGraphError, match="no head dim"):
+            simulate(model, (torch.randn(7, 8),), **degrees)
+
+
+def test_a_named_kernel_refuses_keys_without_a_head_dim():
+    def model(q, k):
+        return F.scaled_dot_product_attention(q * 2, k[0, 0], k[0, 0])
+
+    q, k = torch.randn(1, 4, 14, 8), torch.randn(1, 4, 5, 8)
+    torch.testing.assert_close(simulate(model, (q, k), sp=2).outputs[1], model(q, k))
+    with pytest.raises(spcompile.UnsupportedGraphError, match="need a head dim"):
+        simulate(model, (q, k), sp=2, kernel="math")
