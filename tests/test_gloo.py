@@ -24,6 +24,10 @@ SMALL = (
 )  # fmt: skip
 ALONE = tuple(f"exchange_{mesh}_{inner}" for mesh in ("2x1x1", "1x2x1", "1x1x2") for inner in ("eager", "inductor"))
 PRODUCTS = tuple(f"exchange_{mesh}_eager" for mesh in ("2x1x2", "1x2x2", "2x2x1"))
+ON_FOUR = (
+    *(f"exchange_{mesh}_{inner}" for mesh in ("4x1x1", "1x4x1", "1x1x4") for inner in ("eager", "inductor")),
+    *(name.replace("eager", "inductor") for name in PRODUCTS),
+)
 SUB_GROUPS = (
     "sub_groups", "axes_of_a_mesh_with_data_parallel_groups", "process_groups_of_every_other_rank",
     "one_axis_of_a_mesh_of_every_other_rank",
@@ -31,7 +35,7 @@ SUB_GROUPS = (
 MODELS = ("flux_float32", "wan_float32", "sd3_float32", "flux_bfloat16")
 LAUNCHES = {
     2: ((*ALONE, *SMALL), MODELS),
-    4: ((*SUB_GROUPS, "two_axes_of_a_mesh", *PRODUCTS, "ops_equal_the_reference", "writes"), MODELS),
+    4: ((*SUB_GROUPS, "two_axes_of_a_mesh", *PRODUCTS, "ops_equal_the_reference", "writes"), MODELS, ON_FOUR),
 }
 LIMIT_S = 540
 
@@ -113,7 +117,13 @@ def test_degrees_that_do_not_match_the_group_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "name"), [*((2, name) for name in ALONE), *((4, name) for name in PRODUCTS)], ids=str
+    ("num_ranks", "name"),
+    [
+        *((2, name) for name in ALONE),
+        *((4, name) for name in PRODUCTS),
+        *(pytest.param(4, name, marks=pytest.mark.long) for name in ON_FOUR),
+    ],
+    ids=str,
 )
 def test_every_exchange_gives_what_one_process_gives(num_ranks, name):
     degrees = dict(zip(("ring", "kv_gather", "ulysses"), name.split("_")[1].split("x"), strict=True))
