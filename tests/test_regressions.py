@@ -1,0 +1,140 @@
+"""Programs that were once wrong, crashed one rank, or raised something else than an `SPError`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import SelfAttention, tokens
+
+import spcompile
+from spcompile.testing import simulate
+from spcompile.testing.simulate import _Backend, _config
+
+B, S, C = 2, 7, 24
+INNER = SelfAttention().double().requires_grad_(False)
+TABLE = torch.randn(40, C, dtype=torch.float64)
+
+
+def x(length: int = S, seed: int = 0) -> torch.Tensor:
+    return torch.randn(B, length, C, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def cat_of_flattened_batches(a, b):
+    return torch.cat([(a + INNER(a)).flatten(0, 1), (b + INNER(b)).flatten(0, 1)], 0) * 1
+
+
+def cat_of_a_flattened_batch_and_a_whole_value(a, b):
+    return torch.cat([(a + INNER(a)).flatten(0, 1), b.flatten(0, 1)], 0) * 1
+
+
+def keys_and_values_folded_differently(a, b):
+    p = (a + INNER(a)).unflatten(-1, (2, -1))
+    k, v = p.flatten(1, 2), p.transpose(1, 2).flatten(1, 2)
+    q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in (k, k, v))
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def lookup_of_shifted_ids(a, b):
+    ids = a[..., 0].abs().long() + 1
+    return INNER(a + F.embedding(ids - 1, TABLE))
+
+
+def lookup_of_normalised_values(a, b):
+    h = INNER(a)
+    return INNER(h + F.embedding(((h / h.norm(dim=-1, keepdim=True))[..., 0] * 4 + 4).long(), TABLE))
+
+
+def integer_remainder(a, b):
+    whole = INNER(a).abs().ceil().long()
+    return INNER(a + (7 * whole) % whole)
+
+
+def mask_that_is_the_query(a, b):
+    q = (a + INNER(a)).unflatten(-1, (4, -1)).transpose(1, 2)[..., : a.shape[1] - 1]
+    q = torch.cat([q, q[..., :1]], -1)
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=q)
+
+
+def gradients_switched_on_inside(a, b):
+    with torch.enable_grad():
+        h = INNER(a)
+    return h * 2
+
+
+PROGRAMS = [
+    cat_of_flattened_batches, cat_of_a_flattened_batch_and_a_whole_value, keys_and_values_folded_differently,
+    lookup_of_shifted_ids, lookup_of_normalised_values, integer_remainder, mask_that_is_the_query,
+    gradients_switched_on_inside,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("degrees", [{"ulysses": 2}, {"sp": 4}, {"ring": 3}], ids=str)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_rank_gives_the_unsharded_answer(program, degrees):
+    inputs = (x(), x(5, 1))
+    with torch.no_grad():
+        want = program(*inputs)
+    for out in simulate(program, inputs, **degrees).outputs:
+        torch.testing.assert_close(out, want, rtol=0, atol=1e-11)
+
+
+def test_outputs_that_share_memory_do_so_for_other_inputs_too():
+    """What lies in whose memory must not be fixed by where the first call's tensors lay."""
+    backend = _Backend(_config(2, {}), 2)
+    big = torch.randn(6, S, C, dtype=torch.float64)
+
+    def model(a, b):
+        return INNER(a), b[:, 1:]
+
+    compiled = torch.compile(model, backend=backend)
+    first, other = big[2:4], x(seed=2)
+    with torch.no_grad():
+        for a, b in ((first, first[:]), (first, other), (big[0:2], big[4:6])):
+            for found, want in zip(compiled(a, b), model(a, b), strict=True):
+                torch.testing.assert_close(found, want)
+            assert compiled(a, b)[1].untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def test_reading_memory_by_strides_is_refused_where_sharding_moved_it():
+    for model in (
+        lambda a: (a + INNER(a))[0][2:].as_strided((3, 8), (8, 1), 0).sin(),
+        lambda a: (a + INNER(a))[0].split(2, 0)[0].as_strided((6, C), (C, 1)).sin(),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(spcompile.UnsupportedGraphError, match="reads memory by strides"):
+            simulate(model, (x(),), ulysses=2)
+
+
+def test_random_numbers_in_a_branch_are_refused():
+    def model(a):
+        return INNER(a) * torch.cond(a.sum() < 1e9, lambda y: torch.rand_like(y), lambda y: y * 1.0, (a,))
+
+    with pytest.raises(spcompile.UnsupportedGraphError, match="random numbers"):
+        simulate(model, (x(),), ulysses=2)
+
+
+def test_asserts_stay():
+    def model(a):
+        torch._assert_async(a.sum() > 1e9)
+        return INNER(a)
+
+    with pytest.raises(RuntimeError):
+        simulate(model, (x(),), ulysses=2)
+
+
+def test_vmap_without_attention_passes_and_with_it_is_refused():
+    def positions(a):
+        return torch.vmap(lambda i: i * 2)(torch.arange(a.shape[1])).to(a.dtype)
+
+    (out, _) = simulate(lambda a: a + positions(a)[:, None], (x(),), sp=2).outputs
+    torch.testing.assert_close(out, x() + positions(x())[:, None])
+    with pytest.raises(spcompile.UnsupportedGraphError, match="cannot be traced"):
+        simulate(lambda a: INNER(a) + positions(a)[:, None], (x(),), sp=2)
+
+
+def test_one_query_token_alone_is_no_reason_to_refuse():
+    token = tokens(1).double()
+    run = simulate(INNER, (token,), sp=2)
+    torch.testing.assert_close(run.outputs[1], INNER(token))
+    assert [a.exchange for a in run.report.attention] == ["replicated"]
