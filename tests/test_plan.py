@@ -72,7 +72,7 @@ def test_a_plan_for_cuda_differs_from_one_for_the_cpu_in_kernels_only():
     assert here.bytes_per_rank == there.bytes_per_rank
 
 
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize("name", zoo.CORE)
 def test_every_model_is_planned_for_cuda(name):
     case = zoo.case(name, "odd")
     planned = plan(case.build(), kwargs=case.inputs(), sp=8, device="cuda")

@@ -298,7 +298,7 @@ def _cast(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-for _name in zoo.names():
+for _name in zoo.CORE:
     for _dtype in (torch.float32, torch.bfloat16):
         CASES[f"{_name}_{_dtype}".replace("torch.", "")] = lambda n=_name, d=_dtype: _zoo(n, d)
 
