@@ -6,7 +6,7 @@
 | `unshard` | the whole tensor from all chunks | 1 all-gather |
 | `ulysses_in` | tokens sharded -> heads sharded, Q, K and V together | 1 all-to-all |
 | `ulysses_out` | heads sharded -> tokens sharded | 1 all-to-all |
-| `kv_gather` | the keys and values of all ranks, both together | 1 all-gather |
+| `kv_gather_start`, `kv_gather` | the keys and values of all ranks, both together | 1 all-gather |
 | `attention` | a named kernel, causal blocks, the ring | ring - 1 sends |
 | `local_mask` | this rank's heads and rows of a mask | none |
 | `attention_call` | one form for recognised calls, in captured graphs only | none |
@@ -24,7 +24,7 @@ from spcompile.ops import blockwise, chunks, gathering, kernels, masks, referenc
 from spcompile.ops import mesh as meshes
 from spcompile.ops.blockwise import attention
 from spcompile.ops.calls import attention_call
-from spcompile.ops.gathering import kv_gather
+from spcompile.ops.gathering import kv_gather, kv_gather_start
 from spcompile.ops.masks import local_mask
 from spcompile.ops.sharding import shard, unshard
 from spcompile.ops.ulysses import ulysses_in, ulysses_out
@@ -34,6 +34,7 @@ PROGRAMS: dict[OpOverload, Callable[..., wire.Program]] = {
     unshard._opoverload: sharding.unshard_program,
     ulysses_in._opoverload: ulysses.in_program,
     ulysses_out._opoverload: ulysses.out_program,
+    kv_gather_start._opoverload: gathering.start_program,
     kv_gather._opoverload: gathering.program,
     attention._opoverload: blockwise.program,
     local_mask._opoverload: masks.program,
@@ -47,6 +48,7 @@ __all__ = [
     "chunks",
     "kernels",
     "kv_gather",
+    "kv_gather_start",
     "local_mask",
     "meshes",
     "reference",

@@ -16,6 +16,7 @@ dim and no padding. Everything here is local: no communication, no rank of our o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -135,13 +136,39 @@ def join(parts: Tensor, dim: int, layout: Sequence[int], degree: int, span: int 
     return out
 
 
+def pieces(x: Tensor, dim: int, layout: Sequence[int], degree: int, span: int, count: int) -> list[list[Tensor]] | None:
+    """Views of a contiguous ``x`` that holds ``count`` blocks of ``span`` chunks: per block, its contiguous runs.
+
+    None if blocks have padding, which is not there in ``x``, or if the runs are many and short.
+    """
+    outer, _, *segments = layout
+    lead = math.prod(x.shape[:dim]) * outer
+    sizes = [block_tokens(n, degree, span) for n in segments]
+    whole = all(block_tokens(n, degree, span * count) == count * size for n, size in zip(segments, sizes, strict=True))
+    if not whole or lead * len(segments) > MAX_PIECES:
+        return None
+    rows = x.view(lead, count * sum(sizes), -1)
+    found: list[list[Tensor]] = [[] for _ in range(count)]
+    start = 0
+    for n, size in zip(segments, sizes, strict=True):
+        for i, block in enumerate(found):
+            at = start + (count - 1 - i if n < 0 else i) * size
+            block += [row.narrow(0, at, size) for row in rows]
+        start += count * size
+    return found
+
+
+MAX_PIECES = 8
+"""Sends per tensor and peer, beyond which one buffer is cheaper."""
+
+
 def fake_attention_operand(x: Tensor, heads: int, tokens: int) -> Tensor:
     """Like ``x`` [..., H, S, D] with other heads and tokens, stored as [..., S, H, D]: as models store them."""
     shape = (*x.shape[:-3], tokens, heads, x.shape[-1])
     return torch.empty(shape, dtype=x.dtype, device=x.device).transpose(-3, -2)
 
 
-def fake_resized(x: Tensor, *sizes: tuple[int, int]) -> Tensor:
+def resized(x: Tensor, *sizes: tuple[int, int]) -> Tensor:
     """A contiguous tensor like ``x`` with (dim, size) pairs replaced: what the ops return."""
     shape = list(x.shape)
     for dim, size in sizes:

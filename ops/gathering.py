@@ -6,7 +6,9 @@ Shapes and layouts as in `spcompile.ops.ulysses`; g ranks along the mesh's kv_ga
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,28 +25,105 @@ def _check(k: Tensor, v: Tensor, kv_layout: Sequence[int], mesh: Sequence[int]) 
         chunks.check(kv_layout, meshes.degree(mesh), x.shape[-2], span=mesh[2])
 
 
-def program(rank: int, k: Tensor, v: Tensor, kv_layout: Sequence[int], mesh: Sequence[int]) -> wire.Program:
-    """This rank's part of `kv_gather`: K and V in one buffer, one all-gather."""
-    _check(k, v, kv_layout, mesh)
-    degree, dim = meshes.degree(mesh), k.dim() - 3
-    k, v = k.transpose(-3, -2), v.transpose(-3, -2)  # as models store them: long runs to copy
-    sizes = [k.numel(), v.numel()]
-    send = k.new_empty(sum(sizes))
-    for slot, x in zip(send.split(sizes), (k, v), strict=True):
-        slot.view(x.shape).copy_(x)
-    gathered = yield wire.AllGather(send, "kv_gather")
-    parts = [p.view(mesh[1], *x.shape) for p, x in zip(gathered.split(sizes, dim=1), (k, v), strict=True)]
-    k, v = (chunks.join(p, dim, kv_layout, degree, mesh[2]) for p in parts)
+@dataclass
+class _Gather:
+    """A gather on its way: ``finish`` makes whole keys and values of what ``started`` received."""
+
+    started: wire.Started
+    finish: Callable[[Any], list[Tensor]]
+
+
+_ON_THE_WAY: dict[int, _Gather] = {}
+"""Gathers that were started, by the address of their tickets."""
+
+
+def start_program(rank: int, k: Tensor, v: Tensor, kv_layout: Sequence[int], mesh: Sequence[int]) -> wire.Program:
+    """This rank's part of `kv_gather_start`."""
+    gather = _begin(k, v, kv_layout, mesh)
+    yield gather.started
+    ticket = torch.zeros(1, dtype=torch.uint8, device=k.device)
+    _ON_THE_WAY[ticket.data_ptr()] = gather
+    return ticket
+
+
+def program(
+    rank: int, k: Tensor, v: Tensor, ticket: Tensor | None, kv_layout: Sequence[int], mesh: Sequence[int]
+) -> wire.Program:
+    """This rank's part of `kv_gather`: K and V together, one all-gather, now or long since on its way."""
+    if ticket is None:
+        gather = _begin(k, v, kv_layout, mesh)
+        yield gather.started
+    else:
+        _check(k, v, kv_layout, mesh)
+        gather = _ON_THE_WAY.pop(ticket.data_ptr())
+    k, v = gather.finish((yield wire.Wait(gather.started)))
     return k.transpose(-3, -2), v.transpose(-3, -2)
 
 
+def _begin(k: Tensor, v: Tensor, kv_layout: Sequence[int], mesh: Sequence[int]) -> _Gather:
+    _check(k, v, kv_layout, mesh)
+    sent = [x.transpose(-3, -2).contiguous() for x in (k, v)]  # as models store them: long runs to copy
+    in_place = _in_place(sent, k.dim() - 3, kv_layout, mesh) if k.is_cpu else None
+    return in_place or _packed(sent, k.dim() - 3, kv_layout, mesh)
+
+
+def _packed(sent: list[Tensor], dim: int, layout: Sequence[int], mesh: Sequence[int]) -> _Gather:
+    """K and V in one buffer; every chunk is copied to its place afterwards."""
+    degree, sizes = meshes.degree(mesh), [x.numel() for x in sent]
+    send = sent[0].new_empty(sum(sizes))
+    for slot, x in zip(send.split(sizes), sent, strict=True):
+        slot.view(x.shape).copy_(x)
+
+    def finish(gathered: Tensor) -> list[Tensor]:
+        parts = [p.view(mesh[1], *x.shape) for p, x in zip(gathered.split(sizes, dim=1), sent, strict=True)]
+        return [chunks.join(p, dim, layout, degree, mesh[2]) for p in parts]
+
+    return _Gather(wire.AllGather(send, "kv_gather"), finish)
+
+
+def _in_place(sent: list[Tensor], dim: int, layout: Sequence[int], mesh: Sequence[int]) -> _Gather | None:
+    """Every chunk is sent from where it lies to its place; None where it has no place of its own.
+
+    For ranks on CPUs, where a send is cheap to start and a copy is not.
+    """
+    degree, block, axis = meshes.degree(mesh), mesh[2], mesh[1]
+    gathered = [chunks.resized(x, (dim, chunks.extent(layout, degree, block * axis))) for x in sent]
+    mine = [chunks.pieces(x, dim, layout, degree, block, 1) for x in sent]
+    places = [chunks.pieces(x, dim, layout, degree, block, axis) for x in gathered]
+    if any(p is None for p in (*mine, *places)):
+        return None
+    send = [piece for blocks in mine if blocks for piece in blocks[0]]
+    into = [[piece for blocks in places if blocks for piece in blocks[i]] for i in range(axis)]
+    return _Gather(wire.Collect(send, into, "kv_gather"), lambda _: gathered)
+
+
+@torch.library.custom_op("spcompile::kv_gather_start", mutates_args=())
+def kv_gather_start(k: Tensor, v: Tensor, kv_layout: Sequence[int], mesh: Sequence[int], group: str) -> Tensor:
+    """Start `kv_gather`, so that what does not need its results is computed while they travel.
+
+    Args: as for `kv_gather`, which must get the same ``k`` and ``v`` later: they are read until then.
+    Returns:
+        A ticket for `kv_gather`, uint8 [1]. It may be handed in once.
+    """
+    return wire.over_group(start_program(wire.rank_in(group), k, v, kv_layout, mesh), group, mesh)
+
+
+@kv_gather_start.register_fake
+def _(k: Tensor, v: Tensor, kv_layout: Sequence[int], mesh: Sequence[int], group: str) -> Tensor:
+    _check(k, v, kv_layout, mesh)
+    return torch.zeros(1, dtype=torch.uint8, device=k.device)
+
+
 @torch.library.custom_op("spcompile::kv_gather", mutates_args=())
-def kv_gather(k: Tensor, v: Tensor, kv_layout: Sequence[int], mesh: Sequence[int], group: str) -> tuple[Tensor, Tensor]:
+def kv_gather(
+    k: Tensor, v: Tensor, ticket: Tensor | None, kv_layout: Sequence[int], mesh: Sequence[int], group: str
+) -> tuple[Tensor, Tensor]:
     """The keys and values of all ranks along the kv_gather axis. One all-gather for both.
 
     Args:
         k: [..., G, T_block, D], a block of u chunks (one chunk without Ulysses).
         v: [..., G, T_block, E], same dtype and device.
+        ticket: from `kv_gather_start`, or None to start here.
         kv_layout: ``[1, 1, *segments]`` of the key tokens.
         mesh: ``[ring, kv_gather, ulysses]``.
         group: process group name.
@@ -54,11 +133,13 @@ def kv_gather(k: Tensor, v: Tensor, kv_layout: Sequence[int], mesh: Sequence[int
     Raises:
         ValueError: lengths that do not fit the layout, mixed dtypes.
     """
-    return wire.over_group(program(wire.rank_in(group), k, v, kv_layout, mesh), group, mesh)
+    return wire.over_group(program(wire.rank_in(group), k, v, ticket, kv_layout, mesh), group, mesh)
 
 
 @kv_gather.register_fake
-def _(k: Tensor, v: Tensor, kv_layout: Sequence[int], mesh: Sequence[int], group: str) -> tuple[Tensor, Tensor]:
+def _(
+    k: Tensor, v: Tensor, ticket: Tensor | None, kv_layout: Sequence[int], mesh: Sequence[int], group: str
+) -> tuple[Tensor, Tensor]:
     _check(k, v, kv_layout, mesh)
     tokens = chunks.extent(kv_layout, meshes.degree(mesh), mesh[1] * mesh[2])
     return tuple(chunks.fake_attention_operand(x, x.shape[-3], tokens) for x in (k, v))  # type: ignore[return-value]

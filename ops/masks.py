@@ -75,4 +75,4 @@ def local_mask(mask: Tensor, num_heads: int, q_layout: Sequence[int], mesh: Sequ
 
 @local_mask.register_fake
 def _(mask: Tensor, num_heads: int, q_layout: Sequence[int], mesh: Sequence[int], group: str) -> Tensor:
-    return chunks.fake_resized(mask, *_local_sizes(mask, num_heads, q_layout, mesh))
+    return chunks.resized(mask, *_local_sizes(mask, num_heads, q_layout, mesh))

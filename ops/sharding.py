@@ -28,7 +28,9 @@ def unshard_program(rank: int, x: Tensor, dim: int, layout: Sequence[int], mesh:
     """This rank's part of `unshard`: one all-gather, then the chunks in global order."""
     degree = meshes.degree(mesh)
     chunks.check(layout, degree, x.shape[dim], span=1)
-    parts = yield wire.AllGather(x)
+    gather = wire.AllGather(x)
+    yield gather
+    parts = yield wire.Wait(gather)
     return chunks.join(parts, dim, layout, degree)
 
 
@@ -54,7 +56,7 @@ def shard(x: Tensor, dim: int, layout: Sequence[int], mesh: Sequence[int], group
 def _(x: Tensor, dim: int, layout: Sequence[int], mesh: Sequence[int], group: str) -> Tensor:
     degree = meshes.degree(mesh)
     chunks.check(layout, degree, x.shape[dim], span=degree)
-    return chunks.fake_resized(x, (dim, chunks.local_extent(layout, degree)))
+    return chunks.resized(x, (dim, chunks.local_extent(layout, degree)))
 
 
 @torch.library.custom_op("spcompile::unshard", mutates_args=())
@@ -69,4 +71,4 @@ def unshard(x: Tensor, dim: int, layout: Sequence[int], mesh: Sequence[int], gro
 @unshard.register_fake
 def _(x: Tensor, dim: int, layout: Sequence[int], mesh: Sequence[int], group: str) -> Tensor:
     chunks.check(layout, meshes.degree(mesh), x.shape[dim], span=1)
-    return chunks.fake_resized(x, (dim, chunks.global_extent(layout)))
+    return chunks.resized(x, (dim, chunks.global_extent(layout)))

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group, _world
 
@@ -29,38 +28,54 @@ class AllToAll:
     axis: str | None = None
 
 
-@dataclass(frozen=True)
-class AllGather:
-    """``send`` [...] goes to every peer along ``axis``; the answer is [n, ...], slice i from peer i."""
+@dataclass
+class Started:
+    """A request that is answered at once, with None, so that the rank can compute meanwhile.
+
+    A `Wait` for it brings what was ``received``.
+    """
+
+    works: list[dist.Work] = field(default_factory=list, init=False)
+    received: Any = field(default=None, init=False)
+
+
+@dataclass
+class AllGather(Started):
+    """``send`` [...] goes to every peer along ``axis``; received is [n, ...], slice i from peer i."""
 
     send: Tensor
     axis: str | None = None
 
 
 @dataclass
-class Shift:
-    """``send`` goes to the next peer along ``axis``, around a ring, and the previous peer's comes in.
+class Collect(Started):
+    """The pieces ``send`` go to every peer along ``axis``, and peer i's arrive in the pieces ``into[i]``.
 
-    Answered at once with None, so that the rank can compute meanwhile; a `Wait` for it brings the tensor.
+    All pieces are contiguous and piece j has one shape everywhere: what `AllGather` does, without a buffer in between.
     """
+
+    send: Sequence[Tensor]
+    into: Sequence[Sequence[Tensor]]
+    axis: str | None = None
+
+
+@dataclass
+class Shift(Started):
+    """``send`` goes to the next peer along ``axis``, around a ring; received is the previous peer's."""
 
     send: Tensor
     axis: str
-    works: list[dist.Work] = field(default_factory=list)
-    received: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Wait:
-    """The answer is what a `Shift` received."""
+    """The answer is what a request received."""
 
-    shift: Shift
+    started: Started
 
 
-Request = AllToAll | AllGather | Shift | Wait
+Request = AllToAll | Started | Wait
 Program = Generator[Request, Any, Any]
-
-_all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor  # the name until torch 2.12
 
 
 def rank_in(group_name: str) -> int:
@@ -98,58 +113,66 @@ def axis_group(group: dist.ProcessGroup, mesh: Sequence[int], axis: str | None) 
     return made
 
 
-def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int]) -> Tensor | None:
+def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int]) -> Any:
     if isinstance(request, Wait):
-        for work in request.shift.works:
+        for work in request.started.works:
             work.wait()
-        return request.shift.received
-    if isinstance(request, Shift):
-        _start(request, axis_group(group, mesh, request.axis))
-        return None
+        return request.started.received
+    assert isinstance(request, (AllToAll, AllGather, Collect, Shift))
     peers = axis_group(group, mesh, request.axis)
-    send = request.send.contiguous()
-    raw = send.view(-1).view(torch.uint8)  # collectives do not take every dtype, and bytes are bytes
     if isinstance(request, AllToAll):
-        received = torch.empty_like(raw)
-        dist.all_to_all_single(received, raw, group=peers)
-        return received.view(send.dtype).view(send.shape)
-    gathered = _gather_on_cpu(raw, peers) if raw.is_cpu else funcol.wait_tensor(_all_gather(raw, 0, peers))
-    return gathered.view(send.dtype).view(peers.size(), *send.shape)
-
-
-def _gather_on_cpu(raw: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather by sends: gloo's own goes through buffers of its own, and takes twice the time."""
-    rank, size = dist.get_rank(group), group.size()
-    gathered = raw.new_empty((size, raw.numel()))
-    gathered[rank].copy_(raw)
-    others = [r for r in range(size) if r != rank]
-    transfers = [dist.P2POp(dist.isend, raw, group=group, group_peer=r) for r in others]
-    transfers += [dist.P2POp(dist.irecv, gathered[r], group=group, group_peer=r) for r in others]
-    for work in dist.batch_isend_irecv(transfers) if transfers else ():
-        work.wait()
-    return gathered.view(-1)
-
-
-def _start(shift: Shift, group: dist.ProcessGroup) -> None:
-    rank, size = dist.get_rank(group), group.size()
-    shift.received = torch.empty_like(shift.send)
-    outgoing, incoming = shift.send.view(-1).view(torch.uint8), shift.received.view(-1).view(torch.uint8)
-    to, source = (rank + 1) % size, (rank - 1) % size
-    shift.works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, outgoing, group=group, group_peer=to),
-            dist.P2POp(dist.irecv, incoming, group=group, group_peer=source),
+        send = request.send.contiguous()
+        received = torch.empty_like(send)
+        dist.all_to_all_single(_bytes(received), _bytes(send), group=peers)
+        return received
+    if isinstance(request, AllGather):
+        request.send = request.send.contiguous()
+        request.received = request.send.new_empty((peers.size(), *request.send.shape))
+        if request.send.is_cpu:  # by sends: gloo's own gather goes through buffers of its own, and takes twice the time
+            request.works = _collect([request.send], [[slot] for slot in request.received], peers)
+        else:
+            work = dist.all_gather_into_tensor(_bytes(request.received), _bytes(request.send), peers, async_op=True)
+            request.works = [work] if work is not None else []
+    elif isinstance(request, Collect):
+        request.works = _collect(request.send, request.into, peers)
+    else:
+        request.received = torch.empty_like(request.send)
+        rank, size = dist.get_rank(peers), peers.size()
+        transfers = [
+            dist.P2POp(dist.isend, _bytes(request.send), group=peers, group_peer=(rank + 1) % size),
+            dist.P2POp(dist.irecv, _bytes(request.received), group=peers, group_peer=(rank - 1) % size),
         ]
-    )
+        request.works = dist.batch_isend_irecv(transfers)
+    return None
+
+
+def _collect(send: Sequence[Tensor], into: Sequence[Sequence[Tensor]], group: dist.ProcessGroup) -> list[dist.Work]:
+    """Start sending ``send`` to all and receiving ``into``."""
+    rank = dist.get_rank(group)
+    transfers = []
+    for piece in map(_bytes, send):
+        transfers += [dist.P2POp(dist.isend, piece, group=group, group_peer=r) for r in range(len(into)) if r != rank]
+    for r, pieces in enumerate(into):
+        transfers += [dist.P2POp(dist.irecv, _bytes(p), group=group, group_peer=r) for p in pieces if r != rank]
+    works = dist.batch_isend_irecv(transfers) if transfers else []
+    for mine, piece in zip(into[rank], send, strict=True):
+        mine.copy_(piece)
+    return works
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """Collectives do not take every dtype, and bytes are bytes."""
+    return x.view(-1).view(torch.uint8)
 
 
 def bytes_sent(program: Program, mesh: Sequence[int]) -> int:
     """Bytes that a rank sends for a program of one collective."""
     request = next(program)
-    assert isinstance(request, (AllToAll, AllGather))
+    assert isinstance(request, (AllToAll, AllGather, Collect))
     peers = len(meshes.peers(mesh, 0, request.axis))
-    num_bytes = request.send.numel() * request.send.element_size()
-    return num_bytes * (peers - 1) if isinstance(request, AllGather) else num_bytes * (peers - 1) // peers
+    pieces = request.send if isinstance(request, Collect) else [request.send]
+    num_bytes = sum(p.numel() * p.element_size() for p in pieces)
+    return num_bytes * (peers - 1) // (peers if isinstance(request, AllToAll) else 1)
 
 
 def in_lockstep(programs: Sequence[Program], mesh: Sequence[int]) -> list[Any]:
@@ -171,17 +194,23 @@ def in_lockstep(programs: Sequence[Program], mesh: Sequence[int]) -> list[Any]:
         answers = [_answer(requests, mesh, rank) for rank in range(len(programs))]
 
 
-def _answer(requests: Sequence[Request], mesh: Sequence[int], rank: int) -> Tensor | None:
+def _answer(requests: Sequence[Request], mesh: Sequence[int], rank: int) -> Any:
     """What one rank gets, given what all ranks ask for."""
     mine = requests[rank]
     if isinstance(mine, Wait):
-        return mine.shift.received
+        return mine.started.received
+    assert isinstance(mine, (AllToAll, AllGather, Collect, Shift))
     peers = meshes.peers(mesh, rank, mine.axis)
     at = peers.index(rank)
-    sends = [requests[p].send for p in peers]  # type: ignore[union-attr]
+    sends: list[Any] = [requests[p].send for p in peers]  # type: ignore[union-attr]
     if isinstance(mine, AllToAll):
         return torch.stack([s[at] for s in sends])
     if isinstance(mine, AllGather):
-        return torch.stack(sends)
-    mine.received = sends[at - 1].clone()
+        mine.received = torch.stack(sends)
+    elif isinstance(mine, Collect):
+        for pieces, sent in zip(mine.into, sends, strict=True):
+            for piece, given in zip(pieces, sent, strict=True):
+                piece.copy_(given)
+    else:
+        mine.received = sends[at - 1].clone()
     return None

@@ -120,7 +120,7 @@ class _Search:
                 return []
             return [(site.q, want)]
         rule = rule_for(node.target)
-        if rule is None or _is_random(node):
+        if rule is None or is_random(node):
             return []
         call = self.call(node)
         return [(call.operands[i], w) for i, w in rule.backward(call, output, want)]
@@ -265,11 +265,11 @@ def _depends_on_compute(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
     """Does the call draw random numbers? Dropout that drops nothing does not."""
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return any(_is_random(n) for body in bodies(node) for n in body.graph.nodes)
+        return any(is_random(n) for body in bodies(node) for n in body.graph.nodes)
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     if target in ATTENTION:
@@ -284,7 +284,7 @@ def _check_random(graph: fx.Graph, found: Inference) -> None:
     """Refuse random numbers that meet sharded values: each rank would draw its own."""
     drawn: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        source = node if _is_random(node) else next((drawn[n] for n in node.all_input_nodes if n in drawn), None)
+        source = node if is_random(node) else next((drawn[n] for n in node.all_input_nodes if n in drawn), None)
         if source is None:
             continue
         drawn[node] = source

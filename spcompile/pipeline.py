@@ -18,6 +18,7 @@ from spcompile.dump import dump, layouts, readable, trace
 from spcompile.errors import UnsupportedGraphError
 from spcompile.exchanges import Policy
 from spcompile.infer import Inference, infer
+from spcompile.overlap import overlap
 from spcompile.recognise import canonicalise
 from spcompile.report import Report
 from spcompile.rewrite import KEPT_META, Rewritten, rewrite
@@ -83,6 +84,8 @@ def distribute(
     _require_exact(sites, found)
     rewritten = rewrite(captured, sites, found, degree=degree, group=group)
     log.info("rewrite: %d nodes, %d collectives", len(rewritten.graph.nodes), rewritten.report.collectives)
+    early = overlap(rewritten.graph)
+    log.info("overlap: %d gathers start early", early)
     trace("captured", lambda: readable(captured.graph_module, captured.graph, "Captured"))
     trace("layouts", lambda: layouts(captured.graph, found, degree))
     trace("rewritten", lambda: readable(captured.graph_module, rewritten.graph, "Rewritten"))

@@ -275,7 +275,7 @@ class _Emitter:
         if ulysses > 1:
             q, k, v = self.moved(3, ops.ulysses_in._opoverload, q, k, v, q_spec, kv_spec, mesh)
         if gather > 1:
-            k, v = self.moved(2, ops.kv_gather._opoverload, k, v, kv_spec, mesh)
+            k, v = self.moved(2, ops.kv_gather._opoverload, k, v, None, kv_spec, mesh)
         out = self.attend(site, (q, k, v, self.mask(site, q_spec, mesh)), q_spec, kv_spec, chosen)
         if ulysses > 1:
             (out,) = self.moved(1, ops.ulysses_out._opoverload, out, num_heads, q_spec, mesh)
@@ -311,7 +311,7 @@ class _Emitter:
         """Emit a one-collective op with ``count`` results, and count what it sends."""
         node = self.emit(op, *args, self.group)
         self.collectives += 1
-        shapes = fx.map_arg(args, lambda n: torch.empty_like(n.meta["val"], device="meta"))
+        shapes: Any = fx.map_arg(args, lambda n: torch.empty_like(n.meta["val"], device="meta"))
         self.sent += ops.wire.bytes_sent(ops.PROGRAMS[op](0, *shapes), args[-1])
         return [node] if count == 1 else [self.emit(operator.getitem, node, i) for i in range(count)]
 

@@ -143,9 +143,9 @@ def test_cut_into_fills_a_strided_buffer():
     assert out.tolist() == [[2, 2], [5, 5]]
 
 
-def test_fake_resized_forgets_strides():
+def test_resized_forgets_strides():
     x = torch.randn(3, 4, 2).transpose(0, 1)
-    resized = chunks.fake_resized(x, (1, 5), (2, 1))
+    resized = chunks.resized(x, (1, 5), (2, 1))
     assert (resized.shape, resized.stride()) == ((4, 5, 1), (5, 1, 1))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spcompile import ops
-from spcompile.ops import chunks, reference, wire
+from spcompile.ops import chunks, gathering, reference, wire
 from spcompile.ops.heads import HeadShare
 
 Cut = tuple[Sequence[int], int]
@@ -170,7 +170,7 @@ def gather_example(
     ks, vs = ([memory(random(*batch, heads, tokens, d, dtype=dtype)) for _ in range(degree)] for d in dims)
     return Example(
         ops.kv_gather,
-        [(k, v, list(layout), list(mesh)) for k, v in zip(ks, vs, strict=True)],
+        [(k, v, None, list(layout), list(mesh)) for k, v in zip(ks, vs, strict=True)],
         reference.kv_gather(ks, vs, layout, mesh),
         held={"k": (layout, width), "v": (layout, width)},
         given=[(layout, gather * width)] * 2,
@@ -267,7 +267,9 @@ def assert_right(example: Example) -> None:
 
 
 def test_every_op_has_an_example_here():
-    assert {make().op._opoverload for make in EXAMPLES.values()} == set(ops.PROGRAMS)
+    assert {make().op._opoverload for make in EXAMPLES.values()} == set(ops.PROGRAMS) - {
+        ops.kv_gather_start._opoverload
+    }
 
 
 # values
@@ -605,11 +607,39 @@ def test_the_op_runs_its_program_in_a_world_of_one(make, world_of_one):
         assert example.differences(0, example.op(*example.ranks[0], world_of_one)) == []
 
 
+@every_mesh
+def test_a_gather_that_was_started_gives_the_same(mesh):
+    example = gather_example(mesh=mesh, layout=(1, 1, 8 * math.prod(mesh)))
+    starts = [gathering.start_program(r, k, v, *rest) for r, (k, v, _, *rest) in enumerate(example.ranks)]
+    tickets = wire.in_lockstep(starts, mesh)
+    ends = [
+        gathering.program(r, k, v, t, *rest)
+        for r, ((k, v, _, *rest), t) in enumerate(zip(example.ranks, tickets, strict=True))
+    ]
+    for r, result in enumerate(wire.in_lockstep(ends, mesh)):
+        assert example.differences(r, result) == []
+
+
+def test_a_ticket_can_be_handed_in_once(world_of_one):
+    k, v, _, *rest = gather_example(mesh=alone).ranks[0]
+    ticket = ops.kv_gather_start(k, v, *rest, world_of_one)
+    ops.kv_gather(k, v, ticket, *rest, world_of_one)
+    with pytest.raises(KeyError):
+        ops.kv_gather(k, v, ticket, *rest, world_of_one)
+
+
+def test_opcheck_of_starting_a_gather(world_of_one):
+    k, v, _, *rest = gather_example(mesh=alone).ranks[0]
+    torch.library.opcheck(ops.kv_gather_start, (k, v, *rest, world_of_one))
+
+
 # lockstep
 
 
 def _gather(x, axis=None):
-    return (yield wire.AllGather(x, axis))
+    gather = wire.AllGather(x, axis)
+    yield gather
+    return (yield wire.Wait(gather))
 
 
 def _silent(x):

@@ -27,7 +27,7 @@ from functools import partial
 
 import torch
 
-from spcompile.testing.zoo import core
+from spcompile.testing.zoo import audio, core, images, others, pictures, video, worlds  # noqa: F401
 from spcompile.testing.zoo.common import MODELS, SIZES, Entry
 
 __all__ = ["CASES", "CORE", "SIZES", "Case", "case", "names"]
@@ -43,7 +43,7 @@ class Case:
     heads: int  # heads of the main self attention
     num_blocks: int  # transformer blocks in the main stack (HunyuanVideo's text refiner is apart)
     build: Callable[[], torch.nn.Module]  # the model: float32, CPU, eval mode
-    inputs: Callable[[], dict]  # forward kwargs, return_dict=False among them
+    inputs: Callable[[], dict]  # forward kwargs, return_dict=False among them where the class takes it
 
 
 def _randn(seed: int) -> Callable:
@@ -79,16 +79,15 @@ def _build(entry: Entry, config: dict) -> torch.nn.Module:
     return model.eval()
 
 
-def _inputs(make: Callable) -> dict:
-    return dict(make(_randn(1)), return_dict=False)
+def _inputs(make: Callable, return_dict: bool) -> dict:
+    return make(_randn(1)) | (dict(return_dict=False) if return_dict else {})
 
 
 def _case(name: str, label: str) -> Case:
     entry = MODELS[name]
     config, make = entry.make(SIZES[label])
-    return Case(
-        name, entry.cls, label, entry.heads, entry.blocks, partial(_build, entry, config), partial(_inputs, make)
-    )
+    build, inputs = partial(_build, entry, config), partial(_inputs, make, entry.return_dict)
+    return Case(name, entry.cls, label, entry.heads, entry.blocks, build, inputs)
 
 
 CASES: dict[str, list[Case]] = {name: [_case(name, label) for label in MODELS[name].labels] for name in MODELS}

@@ -53,6 +53,7 @@ class Entry:
     labels: tuple[str, ...]
     make: Callable[[Size], tuple[dict, Callable[..., dict]]]
     prepare: Callable[[torch.nn.Module], None] | None
+    return_dict: bool = True  # whether its forward takes return_dict
 
 
 MODELS: dict[str, Entry] = {}
@@ -64,6 +65,7 @@ def model(
     heads: int = HEADS,
     labels: tuple[str, ...] = tuple(SIZES),
     prepare: Callable[[torch.nn.Module], None] | None = None,
+    return_dict: bool = True,
 ) -> Callable:
     """Register ``f(size) -> (config, inputs)`` under the function's name, less leading underscores.
 
@@ -71,7 +73,7 @@ def model(
     """
 
     def register(make: Callable) -> Callable:
-        MODELS[make.__name__.lstrip("_")] = Entry(cls, blocks, heads, labels, make, prepare)
+        MODELS[make.__name__.lstrip("_")] = Entry(cls, blocks, heads, labels, make, prepare, return_dict)
         return make
 
     return register
