@@ -8,6 +8,10 @@
 | `ulysses_out` | heads sharded -> tokens sharded | 1 all-to-all |
 | `kv_gather_start`, `kv_gather` | the keys and values of all ranks, both together | 1 all-gather |
 | `attention` | a named kernel, causal blocks, the ring | ring - 1 sends |
+| `all_reduce` | a sum, or the largest or smallest entry, over all ranks | 1 all-reduce or all-gather |
+| `cumsum` | the running sum along a cut dim | 1 all-gather of a row |
+| `halo` | a chunk and the neighbours' nearest rows | 1 send to each neighbour |
+| `fill_padding` | a chunk with a value in place of its padding | none |
 | `local_mask` | this rank's heads and rows of a mask | none |
 | `attention_call` | one form for recognised calls, in captured graphs only | none |
 
@@ -20,12 +24,13 @@ from collections.abc import Callable
 
 from torch._ops import OpOverload
 
-from spcompile.ops import blockwise, chunks, gathering, kernels, masks, reference, sharding, ulysses, wire
+from spcompile.ops import blockwise, chunks, gathering, kernels, masks, mixing, reference, sharding, ulysses, wire
 from spcompile.ops import mesh as meshes
 from spcompile.ops.blockwise import attention
 from spcompile.ops.calls import attention_call
 from spcompile.ops.gathering import kv_gather, kv_gather_start
 from spcompile.ops.masks import local_mask
+from spcompile.ops.mixing import all_reduce, cumsum, fill_padding, halo
 from spcompile.ops.sharding import shard, unshard
 from spcompile.ops.ulysses import ulysses_in, ulysses_out
 
@@ -38,14 +43,22 @@ PROGRAMS: dict[OpOverload, Callable[..., wire.Program]] = {
     kv_gather._opoverload: gathering.program,
     attention._opoverload: blockwise.program,
     local_mask._opoverload: masks.program,
+    all_reduce._opoverload: mixing.all_reduce_program,
+    cumsum._opoverload: mixing.cumsum_program,
+    halo._opoverload: mixing.halo_program,
+    fill_padding._opoverload: mixing.fill_padding_program,
 }
 """Op -> its program ``(rank, *op arguments without the group)``; the mesh is the last of them."""
 
 __all__ = [
     "PROGRAMS",
+    "all_reduce",
     "attention",
     "attention_call",
     "chunks",
+    "cumsum",
+    "fill_padding",
+    "halo",
     "kernels",
     "kv_gather",
     "kv_gather_start",

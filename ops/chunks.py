@@ -136,6 +136,20 @@ def join(parts: Tensor, dim: int, layout: Sequence[int], degree: int, span: int 
     return out
 
 
+def padding(x: Tensor, dim: int, layout: Sequence[int], rank: int, degree: int) -> list[Tensor]:
+    """Views of the padding in rank ``rank``'s chunk ``x``, as far as there is any. ``x`` is contiguous."""
+    outer, inner, *segments = layout
+    rows = x.unflatten(dim, (outer, extent([1, 1, *segments], degree), inner))
+    found, start = [], 0
+    for n in segments:
+        size = chunk_tokens(n, degree)
+        _, real = first_token(n, degree, 1, rank)
+        if real < size:
+            found.append(rows.narrow(dim + 1, start + real, size - real))
+        start += size
+    return found
+
+
 def pieces(x: Tensor, dim: int, layout: Sequence[int], degree: int, span: int, count: int) -> list[list[Tensor]] | None:
     """Views of a contiguous ``x`` that holds ``count`` blocks of ``span`` chunks: per block, its contiguous runs.
 

@@ -28,6 +28,14 @@ class AllToAll:
     axis: str | None = None
 
 
+@dataclass(frozen=True)
+class AllReduce:
+    """The answer is the sum over all peers of ``send``, the same on each."""
+
+    send: Tensor
+    axis: str | None = None
+
+
 @dataclass
 class Started:
     """A request that is answered at once, with None, so that the rank can compute meanwhile.
@@ -61,10 +69,11 @@ class Collect(Started):
 
 @dataclass
 class Shift(Started):
-    """``send`` goes to the next peer along ``axis``, around a ring; received is the previous peer's."""
+    """``send`` goes ``step`` peers on along ``axis``, around a ring; received is what came as far."""
 
     send: Tensor
-    axis: str
+    axis: str | None
+    step: int = 1
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ class Wait:
     started: Started
 
 
-Request = AllToAll | Started | Wait
+Request = AllToAll | AllReduce | Started | Wait
 Program = Generator[Request, Any, Any]
 
 
@@ -118,13 +127,17 @@ def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int])
         for work in request.started.works:
             work.wait()
         return request.started.received
-    assert isinstance(request, (AllToAll, AllGather, Collect, Shift))
+    assert isinstance(request, (AllToAll, AllReduce, AllGather, Collect, Shift))
     peers = axis_group(group, mesh, request.axis)
     if isinstance(request, AllToAll):
         send = request.send.contiguous()
         received = torch.empty_like(send)
         dist.all_to_all_single(_bytes(received), _bytes(send), group=peers)
         return received
+    if isinstance(request, AllReduce):
+        total = request.send.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=peers)
+        return total
     if isinstance(request, AllGather):
         request.send = request.send.contiguous()
         request.received = request.send.new_empty((peers.size(), *request.send.shape))
@@ -139,8 +152,8 @@ def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int])
         request.received = torch.empty_like(request.send)
         rank, size = dist.get_rank(peers), peers.size()
         transfers = [
-            dist.P2POp(dist.isend, _bytes(request.send), group=peers, group_peer=(rank + 1) % size),
-            dist.P2POp(dist.irecv, _bytes(request.received), group=peers, group_peer=(rank - 1) % size),
+            dist.P2POp(dist.isend, _bytes(request.send), group=peers, group_peer=(rank + request.step) % size),
+            dist.P2POp(dist.irecv, _bytes(request.received), group=peers, group_peer=(rank - request.step) % size),
         ]
         request.works = dist.batch_isend_irecv(transfers)
     return None
@@ -165,14 +178,26 @@ def _bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def bytes_sent(program: Program, mesh: Sequence[int]) -> int:
-    """Bytes that a rank sends for a program of one collective."""
-    request = next(program)
-    assert isinstance(request, (AllToAll, AllGather, Collect))
-    peers = len(meshes.peers(mesh, 0, request.axis))
-    pieces = request.send if isinstance(request, Collect) else [request.send]
-    num_bytes = sum(p.numel() * p.element_size() for p in pieces)
-    return num_bytes * (peers - 1) // (peers if isinstance(request, AllToAll) else 1)
+def bytes_sent(program: Program, mesh: Sequence[int]) -> tuple[int, int]:
+    """(Collectives, bytes that a rank sends for them), of a program that asks for all before it waits for any."""
+    collectives = num_bytes = 0
+    request = next(program, None)
+    while request is not None and not isinstance(request, Wait):
+        assert isinstance(request, (AllToAll, AllReduce, AllGather, Collect, Shift))
+        peers = len(meshes.peers(mesh, 0, request.axis))
+        pieces = request.send if isinstance(request, Collect) else [request.send]
+        size = sum(p.numel() * p.element_size() for p in pieces)
+        collectives += 1
+        if isinstance(request, AllToAll):
+            num_bytes += size * (peers - 1) // peers
+        elif isinstance(request, AllReduce):  # as reduce-scatter and all-gather
+            num_bytes += 2 * size * (peers - 1) // peers
+        else:
+            num_bytes += size * (1 if isinstance(request, Shift) else peers - 1)
+        if isinstance(request, (AllToAll, AllReduce)):
+            break
+        request = next(program, None)
+    return collectives, num_bytes
 
 
 def in_lockstep(programs: Sequence[Program], mesh: Sequence[int]) -> list[Any]:
@@ -199,12 +224,14 @@ def _answer(requests: Sequence[Request], mesh: Sequence[int], rank: int) -> Any:
     mine = requests[rank]
     if isinstance(mine, Wait):
         return mine.started.received
-    assert isinstance(mine, (AllToAll, AllGather, Collect, Shift))
+    assert isinstance(mine, (AllToAll, AllReduce, AllGather, Collect, Shift))
     peers = meshes.peers(mesh, rank, mine.axis)
     at = peers.index(rank)
     sends: list[Any] = [requests[p].send for p in peers]  # type: ignore[union-attr]
     if isinstance(mine, AllToAll):
         return torch.stack([s[at] for s in sends])
+    if isinstance(mine, AllReduce):
+        return torch.stack(sends).sum(0, dtype=mine.send.dtype)
     if isinstance(mine, AllGather):
         mine.received = torch.stack(sends)
     elif isinstance(mine, Collect):
@@ -212,5 +239,5 @@ def _answer(requests: Sequence[Request], mesh: Sequence[int], rank: int) -> Any:
             for piece, given in zip(pieces, sent, strict=True):
                 piece.copy_(given)
     else:
-        mine.received = sends[at - 1].clone()
+        mine.received = sends[(at - mine.step) % len(sends)].clone()
     return None

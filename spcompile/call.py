@@ -64,6 +64,10 @@ class Call:
         """The dim argument ``name``, counted from the front of ``operand``."""
         return self.arguments[name] % max(self.rank(operand), 1)
 
+    def dim_at(self, name: str, position: int) -> int:
+        """The entry of a list of dims, counted from the front of the first operand."""
+        return self.arguments[name][position] % max(self.rank(0), 1)
+
     def index(self, name: str) -> int | None:
         """The operand number of the tensor argument ``name``, None if it was not given."""
         value = self.arguments.get(name)

@@ -40,6 +40,16 @@ class RegatherEntry:
     bytes_per_rank: int
 
 
+@dataclass(frozen=True)
+class ReductionEntry:
+    """What ranks send for an op that mixes tokens and is computed on chunks: sums, statistics, convolutions."""
+
+    op: str
+    source: str
+    collectives: int
+    bytes_per_rank: int
+
+
 @dataclass
 class Report:
     """All graphs compiled so far. ``graphs`` counts those with attention; ``shards`` cost no communication.
@@ -53,6 +63,7 @@ class Report:
     degree: int | None = None
     graphs: int = 0
     attention: list[AttentionEntry] = field(default_factory=list)
+    reductions: list[ReductionEntry] = field(default_factory=list)
     regathers: list[RegatherEntry] = field(default_factory=list)
     shards: int = 0
     unshards: int = 0
@@ -64,6 +75,7 @@ class Report:
         self.degree = other.degree
         self.graphs += other.graphs
         self.attention += other.attention
+        self.reductions += other.reductions
         self.regathers += other.regathers
         self.shards += other.shards
         self.unshards += other.unshards
@@ -73,13 +85,14 @@ class Report:
     @property
     def collectives(self) -> int:
         """Collectives per step, over all graphs."""
-        return sum(a.collectives for a in self.attention) + len(self.regathers) + self.unshards
+        needed = sum(e.collectives for e in (*self.attention, *self.reductions))
+        return needed + len(self.regathers) + self.unshards
 
     @property
     def bytes_per_rank(self) -> int:
         """Bytes that one rank sends per step, over all graphs."""
-        exchanged = sum(a.bytes_per_rank for a in self.attention)
-        return exchanged + sum(r.bytes_per_rank for r in self.regathers) + self.unshard_bytes
+        entries = (*self.attention, *self.reductions, *self.regathers)
+        return sum(e.bytes_per_rank for e in entries) + self.unshard_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain lists, dicts, strings and numbers."""
@@ -94,8 +107,9 @@ class Report:
         console.print(self._summary(), soft_wrap=True)
         if self.attention:
             console.print(_table("attention", _grouped(self.attention)))
-        if self.regathers:
-            console.print(_table("regathers", [asdict(r) | {"source": _short(r.source)} for r in self.regathers]))
+        for title, entries in (("reductions", self.reductions), ("regathers", self.regathers)):
+            if entries:
+                console.print(_table(title, [asdict(e) | {"source": _short(e.source)} for e in entries]))
         return buffer.getvalue().rstrip()
 
     def _summary(self) -> str:
@@ -103,7 +117,8 @@ class Report:
             f"spcompile: {_count(self.graphs, 'graph')} over {_count(self.degree or 1, 'rank')}, "
             f"{_count(len(self.attention), 'attention site')}, {_count(self.collectives, 'collective')} per step "
             f"({_bytes(self.bytes_per_rank)} sent per rank): {_count(self.shards, 'shard')} (free), "
-            f"{_count(self.unshards, 'unshard')}, {_count(len(self.regathers), 'regather')}"
+            f"{_count(self.unshards, 'unshard')}, {_count(len(self.reductions), 'reduction')}, "
+            f"{_count(len(self.regathers), 'regather')}"
             + (f"; {_count(self.untouched, 'graph')} without attention on every rank" if self.untouched else "")
         )
 

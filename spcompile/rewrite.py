@@ -24,7 +24,7 @@ from spcompile.exchanges import CAPTURED, NONE, SitePlan
 from spcompile.infer import Inference, is_compute
 from spcompile.layout import REPLICATED, Layout, Segment, Sharded
 from spcompile.recognise import call_captured
-from spcompile.report import AttentionEntry, RegatherEntry, Report
+from spcompile.report import AttentionEntry, ReductionEntry, RegatherEntry, Report
 from spcompile.rules import Plan, rule_for
 from spcompile.sites import Site
 from spcompile.source import module_of, source_of
@@ -73,9 +73,11 @@ class _Emitter:
     ) -> None:
         self.captured, self.sites, self.found = captured, sites, found
         self.degree, self.group = degree, group
+        self.mesh = [1, 1, degree]
         self.graph = fx.Graph()
         self.versions: dict[fx.Node, dict[Layout, fx.Node]] = {}
         self.plain: dict[fx.Node, fx.Node] = {}
+        self.several: dict[fx.Node, list[fx.Node]] = {}
         self.masks: dict[tuple[Any, ...], fx.Node] = {}
         self.origin: fx.Node | None = None
         self.sent = self.collectives = 0
@@ -116,7 +118,7 @@ class _Emitter:
         return whole
 
     def cut(self, value: fx.Node, layout: Sharded) -> tuple[Any, ...]:
-        return value, layout.dim, layout.spec(), [1, 1, self.degree], self.group
+        return value, layout.dim, layout.spec(), self.mesh, self.group
 
     def leaves(self, node: fx.Node) -> bool:
         """Does what is computed from here on only reach the outputs, by cheap ops and without sharded values?
@@ -189,7 +191,8 @@ class _Emitter:
 
     def getitem(self, node: fx.Node) -> None:
         source, index = node.args
-        new = self.emit(operator.getitem, self.plain[source], index)  # type: ignore[index]
+        several = self.several.get(source)  # type: ignore[arg-type]
+        new = several[index] if several else self.emit(operator.getitem, self.plain[source], index)  # type: ignore[index]
         layouts = _result(self.found.plans.get(source), source)  # type: ignore[arg-type]
         self.define(node, new, layouts[index])
 
@@ -197,6 +200,8 @@ class _Emitter:
         plan = self.found.plans.get(node)
         if not isinstance(node.target, torch._ops.OpOverload):
             self.opaque(node)
+        elif plan is not None and plan.build is not None:
+            self.built(node, plan)
         elif plan is not None and plan.target is not None:
             operands = Call(node, self.degree, lambda key, n: (Segment(n),)).operands
             layouts = dict(zip(operands, plan.operands, strict=True))
@@ -222,6 +227,43 @@ class _Emitter:
         schema = node.target._schema.arguments  # type: ignore[union-attr]
         args = tuple(mapped[a.name] for a, _ in zip(schema, node.args, strict=False))
         return args, {name: mapped[name] for name in node.kwargs}
+
+    def built(self, node: fx.Node, plan: Plan) -> None:
+        """A call that becomes several, and what those send."""
+        assert plan.build is not None
+        self.sent = self.collectives = 0
+        operands = Call(node, self.degree, lambda key, n: (Segment(n),)).operands
+        layouts = dict(zip(operands, plan.operands, strict=True))
+        given = {
+            name: fx.map_arg(value, lambda n: self.value(n, layouts[n]) if n in layouts else self.plain[n])
+            for name, value in bind(node).items()
+        }
+        new = plan.build(self, given)
+        if isinstance(new, list):
+            self.several[node] = new
+        else:
+            self.define(node, new, plan.outputs[0])
+        if self.collectives:
+            self.result.report.reductions.append(
+                ReductionEntry(_op_name(node), source_of(node), self.collectives, self.sent)
+            )
+
+    def filled(self, value: fx.Node, lay: Sharded, fill: float) -> fx.Node:
+        if all(s.tokens % self.degree == 0 for s in lay.segments):
+            return value
+        return self.emit(ops.fill_padding._opoverload, value, lay.dim, lay.spec(), fill, self.mesh, self.group)
+
+    def all_reduce(self, value: fx.Node, how: str) -> fx.Node:
+        return self.moved(1, ops.all_reduce._opoverload, value, how, self.mesh)[0]
+
+    def cumsum(self, value: fx.Node, lay: Sharded) -> fx.Node:
+        return self.moved(1, ops.cumsum._opoverload, value, lay.dim, lay.spec(), self.mesh)[0]
+
+    def halo(self, value: fx.Node, lay: Sharded, rows: int) -> fx.Node:
+        return self.moved(1, ops.halo._opoverload, value, lay.dim, lay.spec(), rows, rows, self.mesh)[0]
+
+    def unshard(self, value: fx.Node, lay: Sharded) -> fx.Node:
+        return self.moved(1, ops.unshard._opoverload, value, lay.dim, lay.spec(), self.mesh)[0]
 
     def opaque(self, node: fx.Node) -> None:
         """Autocast and grad-mode markers, control flow: on whole values, as captured."""
@@ -308,11 +350,11 @@ class _Emitter:
         return self.emit(ops.attention._opoverload, *args, self.group)
 
     def moved(self, count: int, op: torch._ops.OpOverload, *args: Any) -> list[fx.Node]:
-        """Emit a one-collective op with ``count`` results, and count what it sends."""
+        """Emit an op with ``count`` results, and count its collectives and what they send."""
         node = self.emit(op, *args, self.group)
-        self.collectives += 1
         shapes: Any = fx.map_arg(args, lambda n: torch.empty_like(n.meta["val"], device="meta"))
-        self.sent += ops.wire.bytes_sent(ops.PROGRAMS[op](0, *shapes), args[-1])
+        collectives, sent = ops.wire.bytes_sent(ops.PROGRAMS[op](0, *shapes), args[-1])
+        self.collectives, self.sent = self.collectives + collectives, self.sent + sent
         return [node] if count == 1 else [self.emit(operator.getitem, node, i) for i in range(count)]
 
     def captured_sdpa(self, site: Site, tensors: dict[str, fx.Node | None]) -> fx.Node:

@@ -112,24 +112,26 @@ ON_CHUNKS = {
 
 # these mix or reorder tokens in a way that chunks cannot serve
 ON_ALL_TOKENS = {
-    "cumsum over tokens": (lambda x: x.cumsum(1), []),
     "tokens flipped": (lambda x: x.flip(1), []),
-    "tokens rolled": (lambda x: x.roll(2, dims=1), []),
     "tokens sorted": (lambda x: x.sort(dim=1).values, []),
     "every other token": (lambda x: x[:, ::2], []),
     "tokens looked up": (lambda x, i: x[:, i.argsort()], [("S",)]),
     "tokens gathered": (lambda x, i: x.gather(1, i.argsort(1)), [("B", "S", C)]),
-    "a convolution over tokens": (lambda x, w: F.conv1d(x.mT, w, padding=1).mT, [(C, C, 3)]),
     "padding with tokens": (lambda x: F.pad(x, (0, 0, 1, 1)), []),
     "tokens repeated": (lambda x: x.repeat(1, 2, 1), []),
     "tokens repeated one by one": (lambda x: x.repeat_interleave(2, dim=1), []),
-    "group_norm over tokens": (lambda x: F.group_norm(x.mT, 3).mT, []),
     "tokens seen as channels": (lambda x: x.reshape(B, C, -1).mT, []),
     "no rule": (lambda x: torch.trapezoid(x, dim=-1).unsqueeze(-1) + x.triu(), []),
 }  # fmt: skip
 
-# reductions over tokens: exact either way, and free to become partial sums one day
+# tokens are mixed on chunks: partial sums, running sums, rows of the neighbours
 OVER_TOKENS = {
+    "cumsum over tokens": (lambda x: x.cumsum(1), []),
+    "tokens rolled": (lambda x: x.roll(2, dims=1), []),
+    "a convolution over tokens": (lambda x, w: F.conv1d(x.mT, w, padding=1).mT, [(C, C, 3)]),
+    "group_norm over tokens": (lambda x: F.group_norm(x.mT, 3).mT, []),
+    "tokens rolled back and forth": (lambda x: x.roll(3, 1).roll(-3, 1), []),
+    "one token": (lambda x: x * x[:, 4:5].sigmoid() + x[:, -1, None], []),
     "mean": (lambda x: x - x.mean(1, keepdim=True), []),
     "max": (lambda x: x - x.amax(1, keepdim=True), []),
     "pooling that modulates": (lambda x, w: x * (x.mean(1) @ w).sigmoid().unsqueeze(1), [(C, C)]),
@@ -174,8 +176,33 @@ def test_regathered_reported_and_right(op, side, num_tokens, degree):
 
 @pytest.mark.parametrize(("op", "side"), OVER_TOKENS.values(), ids=OVER_TOKENS.keys())
 @some_in_short
-def test_reductions_over_tokens_are_right(op, side, num_tokens, degree):
-    check(op, side, num_tokens, degree)
+def test_mixed_on_chunks(op, side, num_tokens, degree):
+    report = check(op, side, num_tokens, degree)
+    assert all("tests" in entry.source for entry in report.reductions)
+
+
+MIXED = {name: case for name, case in OVER_TOKENS.items() if name != "linear attention"}
+
+
+@pytest.mark.parametrize(("op", "side"), MIXED.values(), ids=MIXED.keys())
+def test_mixing_tokens_gathers_none(op, side):
+    """Where tokens are many; of few, gathering them sends less."""
+    report = check(op, side, num_tokens=41, degree=2)
+    assert regathered(report) == []
+    sent = sum(entry.bytes_per_rank for entry in report.reductions)
+    assert sent <= B * 24 * C * 8 / 2, "as much as half of gathering the tokens"
+
+
+def test_linear_attention_sends_a_state_per_head():
+    def attend_linearly(x):
+        q, k, v = (y.unflatten(-1, (H, -1)).transpose(1, 2) for y in (x, x.softmax(1), x * 2))
+        return (q @ (k.mT @ v) / (q @ k.sum(2).unsqueeze(-1)).exp()).transpose(1, 2).flatten(2)
+
+    report = check(attend_linearly, [], num_tokens=41, degree=4)
+    assert regathered(report) == []
+    assert sorted(e.op for e in report.reductions) == sorted(
+        ["aten.softmax.int", "aten.matmul", "aten.sum.dim_IntList"]
+    )
 
 
 # chains of such ops, on any exchange
