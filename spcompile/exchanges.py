@@ -291,11 +291,15 @@ class _Planner:
         if self.policy.kernel != "auto":
             lacks = self.lacks(KERNELS[self.policy.kernel], needs_lse)
             return (None, f"kernel {self.policy.kernel} {lacks}") if lacks else (self.policy.kernel, "")
+        if self.site.only_captured:
+            return None, self.site.only_captured
         fitting = [name for name in AUTOMATIC if not self.lacks(KERNELS[name], needs_lse)]
         return (fitting[0], "") if fitting else (None, f"no kernel for {self.dtype} on {self.device}")
 
     def lacks(self, kernel: AttentionKernel, needs_lse: bool) -> str | None:
         """What the site needs and the kernel does not declare."""
+        if self.site.only_captured:
+            return f"cannot be used: {self.site.only_captured}"
         site, head_dim, value_dim = self.site, self.site.shape("q")[-1], self.site.shape("v")[-1]
         num_keys = site.shape("k")[-2]
         uneven = not site.causal and num_keys % kernel.keys_multiple != 0

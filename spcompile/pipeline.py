@@ -17,6 +17,7 @@ from spcompile.config import Config, Mesh
 from spcompile.dump import dump, layouts, readable, trace
 from spcompile.errors import UnsupportedGraphError
 from spcompile.exchanges import Policy
+from spcompile.handwritten import canonicalise_handwritten
 from spcompile.infer import Inference, infer
 from spcompile.overlap import overlap
 from spcompile.recognise import canonicalise
@@ -73,7 +74,7 @@ def distribute(
         ) from error
     if device is not None:
         retarget(captured, device)
-    recognised = canonicalise(captured)
+    recognised = canonicalise(captured) + canonicalise_handwritten(captured)
     sites = find_sites(captured.graph_module)
     log.info("capture: %d nodes, %d attention sites (%d recognised)", len(captured.graph.nodes), len(sites), recognised)
     if not sites:

@@ -57,6 +57,36 @@ class CapturedCall:
     adapter: AttentionCall
     sequences: int
 
+    @property
+    def name(self) -> str:
+        return str(self.target)
+
+    @property
+    def fixed_lengths(self) -> bool:
+        """Does it take these lengths only?"""
+        return self.adapter.lengths is not None
+
+    @property
+    def only_captured(self) -> str | None:
+        """Why no kernel may stand in for it."""
+        return None
+
+    def emit(
+        self, emit: Callable[..., fx.Node], tensors: Mapping[str, Any], other: Callable[[fx.Node], fx.Node]
+    ) -> fx.Node:
+        """The op on other canonical ``tensors`` (q, k, v, mask); ``other`` maps its further arguments."""
+        adapter = self.adapter
+        new = {getattr(adapter, n): from_canonical(emit, tensors[n], adapter.shape) for n in ("q", "k", "v")}
+        if adapter.mask is not None:
+            new[adapter.mask] = tensors["mask"]
+        arguments = {n: new[n] if n in new else fx.map_arg(value, other) for n, value in self.arguments.items()}
+        by_name = {a.name for a in self.target._schema.arguments if a.kwarg_only}
+        args = [value for n, value in arguments.items() if n not in by_name]
+        out = emit(self.target, *args, **{n: value for n, value in arguments.items() if n in by_name})
+        if adapter.result is not None:
+            out = emit(operator.getitem, out, adapter.result)
+        return to_canonical(emit, out, adapter.shape, self.sequences)
+
 
 _FLASH = {
     "window_size_left": (-1, None),
@@ -210,20 +240,3 @@ def from_canonical(emit: Callable[..., fx.Node], x: fx.Node, shape: Shape) -> fx
         batch, tokens, heads, width = x.meta["val"].shape
         x = emit(aten.reshape.default, x, [batch * tokens, heads, width])
     return x
-
-
-def call_captured(
-    emit: Callable[..., fx.Node], call: CapturedCall, tensors: Mapping[str, Any], other: Callable[[fx.Node], fx.Node]
-) -> fx.Node:
-    """The captured op on other canonical ``tensors`` (q, k, v, mask); ``other`` maps its further arguments."""
-    adapter = call.adapter
-    new = {getattr(adapter, n): from_canonical(emit, tensors[n], adapter.shape) for n in ("q", "k", "v")}
-    if adapter.mask is not None:
-        new[adapter.mask] = tensors["mask"]
-    arguments = {n: new[n] if n in new else fx.map_arg(value, other) for n, value in call.arguments.items()}
-    by_name = {a.name for a in call.target._schema.arguments if a.kwarg_only}
-    args = [value for n, value in arguments.items() if n not in by_name]
-    out = emit(call.target, *args, **{n: value for n, value in arguments.items() if n in by_name})
-    if adapter.result is not None:
-        out = emit(operator.getitem, out, adapter.result)
-    return to_canonical(emit, out, adapter.shape, call.sequences)

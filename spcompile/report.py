@@ -32,12 +32,16 @@ class AttentionEntry:
 
 @dataclass(frozen=True)
 class RegatherEntry:
-    """An all-gather forced by an op that cannot be computed on chunks."""
+    """An all-gather forced by an op that cannot be computed on chunks.
+
+    ``between_sites``: attention comes before it and after it in the graph, so that it costs in every block.
+    """
 
     op: str
     source: str
     reason: str
     bytes_per_rank: int
+    between_sites: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ class Report:
             console.print(_table("attention", _grouped(self.attention)))
         for title, entries in (("reductions", self.reductions), ("regathers", self.regathers)):
             if entries:
-                console.print(_table(title, [asdict(e) | {"source": _short(e.source)} for e in entries]))
+                console.print(_table(title, [_row(e) for e in entries]))
         return buffer.getvalue().rstrip()
 
     def _summary(self) -> str:
@@ -137,6 +141,10 @@ def _grouped(entries: list[AttentionEntry]) -> list[dict[str, Any]]:
         else:
             rows[key] = {"sites": 1, "first site": row.pop("name"), **row}
     return list(rows.values())
+
+
+def _row(entry: Any) -> dict[str, Any]:
+    return {k: v for k, v in asdict(entry).items() if k != "between_sites"} | {"source": _short(entry.source)}
 
 
 def _short(source: str) -> str:

@@ -23,7 +23,6 @@ from spcompile.capture import Captured
 from spcompile.exchanges import CAPTURED, NONE, SitePlan
 from spcompile.infer import Inference, is_compute
 from spcompile.layout import REPLICATED, Layout, Segment, Sharded
-from spcompile.recognise import call_captured
 from spcompile.report import AttentionEntry, ReductionEntry, RegatherEntry, Report
 from spcompile.rules import Plan, rule_for
 from spcompile.sites import Site
@@ -112,9 +111,9 @@ class _Emitter:
             report.unshards += 1
             report.unshard_bytes += sent
         else:
-            report.regathers.append(
-                RegatherEntry(_op_name(self.origin), source_of(self.origin), self.reason(self.origin), sent)
-            )
+            between = 0 < len(report.attention) < len(self.sites)
+            name, source = _op_name(self.origin), source_of(self.origin)
+            report.regathers.append(RegatherEntry(name, source, self.reason(self.origin), sent, between))
         return whole
 
     def cut(self, value: fx.Node, layout: Sharded) -> tuple[Any, ...]:
@@ -339,8 +338,7 @@ class _Emitter:
         """The attention itself: the captured call on these tensors, or a named kernel, with a ring if asked for."""
         named = dict(zip(("q", "k", "v", "mask"), tensors, strict=True))
         if chosen.kernel == CAPTURED and "captured_call" in site.node.meta:
-            call = site.node.meta["captured_call"]
-            return call_captured(self.emit, call, named, lambda n: self.value(n, REPLICATED))
+            return site.node.meta["captured_call"].emit(self.emit, named, lambda n: self.value(n, REPLICATED))
         if chosen.kernel == CAPTURED:
             return self.captured_sdpa(site, named)
         args = (*tensors, q_spec, kv_spec, site.causal, site.scale, chosen.kernel, list(chosen.block))

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 class Site:
     """One attention call: q [..., H, S, D], k [..., G, T, D], v [..., G, T, E], mask broadcast to [..., H, S, T].
 
-    ``fixed_lengths``: the captured op takes these S and T only.
+    ``fixed_lengths``: the captured op takes these S and T only. ``only_captured``: why no kernel may stand in for it.
     """
 
     node: fx.Node
@@ -33,6 +33,7 @@ class Site:
     causal: bool
     scale: float
     fixed_lengths: bool = False
+    only_captured: str | None = None
 
     def shape(self, which: str) -> tuple[int, ...]:
         return tuple(getattr(self, which).meta["val"].shape)
@@ -44,10 +45,9 @@ class Site:
     @property
     def op_name(self) -> str:
         """The captured op, as the report names it."""
-        target = self.node.meta["captured_call"].target if "captured_call" in self.node.meta else self.node.target
-        return (
-            str(target).removeprefix("aten.").removesuffix(".default").replace("scaled_dot_product_attention", "sdpa")
-        )
+        call = self.node.meta.get("captured_call")
+        name = call.name if call else str(self.node.target)
+        return name.removeprefix("aten.").removesuffix(".default").replace("scaled_dot_product_attention", "sdpa")
 
     @property
     def cost(self) -> int:
@@ -71,7 +71,8 @@ def _sdpa(node: fx.Node) -> dict[str, Any]:
 
 
 def _recognised(node: fx.Node) -> dict[str, Any]:
-    return bind(node) | {"fixed_lengths": node.meta["captured_call"].adapter.lengths is not None}
+    call = node.meta["captured_call"]
+    return bind(node) | {"fixed_lengths": call.fixed_lengths, "only_captured": call.only_captured}
 
 
 ATTENTION = {
@@ -88,9 +89,14 @@ def has_attention(module: fx.GraphModule) -> bool:
 
 
 def names_attention(dynamo: fx.GraphModule) -> bool:
-    """Does Dynamo's graph call anything by the name of attention?"""
+    """Does Dynamo's graph call anything by the name of attention, or a softmax, which may be part of one?"""
     graphs = [m.graph for m in dynamo.modules() if isinstance(m, fx.GraphModule)]
-    return any("attention" in str(n.target) or adapter_of(n) for g in graphs for n in g.nodes)
+    return any(_names_attention(n) for g in graphs for n in g.nodes)
+
+
+def _names_attention(node: fx.Node) -> bool:
+    name = str(node.target)
+    return "attention" in name or "softmax" in name or adapter_of(node) is not None
 
 
 def bodies(node: fx.Node) -> list[fx.GraphModule]:

@@ -60,7 +60,8 @@ def _count_sites(rewritten: Rewritten, captured: fx.Graph, sites: Sequence[Site]
     """Every site is there once. Known attention ops whose call is not plain attention stay, on whole tensors."""
     not_plain = sum(adapter_of(n) is not None for n in captured.nodes)
     kinds = {*ATTENTION, ops.attention._opoverload}
-    left = sum(n.target in kinds or adapter_of(n) is not None for n in rewritten.graph.nodes) - not_plain
+    nodes = rewritten.graph.nodes
+    left = sum(n.target in kinds or adapter_of(n) is not None or "handwritten" in n.meta for n in nodes) - not_plain
     if not left == len(rewritten.report.attention) == len(sites):
         raise UnsupportedGraphError(
             f"{len(sites)} attention calls were captured, {len(rewritten.report.attention)} were handled and {left} "

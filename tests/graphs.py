@@ -137,6 +137,7 @@ class Code:
 
     def cond(self) -> str:
         """A conditioning vector [B, C] of a timestep."""
+
         def make() -> str:
             t, half = self.given("t", f"torch.rand({self.B})"), self.C // 2
             a = self.let("a", f"{t}[:, None] * torch.arange(1, {half + 1}, device={t}.device)")
@@ -381,7 +382,7 @@ def draw_attention(r: Rng, w: Code) -> Step:
     causal = r.random() < 0.12
     divisors = [d for d in range(1, w.H + 1) if w.H % d == 0]
     return {
-        "how": r.choices(["sdpa", "hand", "mha"], [20, 1, 1])[0],
+        "how": r.choices(["sdpa", "mha", *BY_HAND], [20, 1, 1, 1, 1, 1])[0],
         "project": r.choice(["fused", "separate", "chunk"]),
         "layout": r.choice(["view", "unflatten", "reshape", "strided"]),
         "qk": r.choice(["none", "none", "rms", "layer", "wide"]),
@@ -394,6 +395,7 @@ def draw_attention(r: Rng, w: Code) -> Step:
     }
 
 
+BY_HAND = ["hand", "hand wide", "hand einsum", "hand bmm"]
 MASKS = ["keys", "keys added", "square", "tril", "heads", "bias", "batch", "batch heads", "segments"]
 
 
@@ -505,7 +507,7 @@ def attended(w: Code, q: str, k: str, v: str, S: int, T: int, b: int, o: Step) -
         T += 2
     options = ""
     if n != H:
-        if o["gqa"] == "flag" and o["how"] != "hand":
+        if o["gqa"] == "flag" and o["how"] not in BY_HAND:
             options = ", enable_gqa=True"
         elif o["gqa"] == "expand":
             for z in (k, v):
@@ -513,15 +515,21 @@ def attended(w: Code, q: str, k: str, v: str, S: int, T: int, b: int, o: Step) -
         else:
             w(f"{k}, {v} = {k}.repeat_interleave({H // n}, 1), {v}.repeat_interleave({H // n}, dim=1)")
     mask = None if o["mask"] in ("none", "causal") else attention_mask(w, q, S, T, b, o["mask"])
-    if o["how"] == "hand":
+    if o["how"] in BY_HAND:
         require(o["mask"] != "causal")
-        scores = f"{q} @ {k}.transpose(-1, -2) * {D**-0.5:.4f}"
+        scores = {
+            "hand": f"{q} @ {k}.transpose(-1, -2) * {D**-0.5:.4f}",
+            "hand wide": f"({q} * {D**-0.5:.4f}).double() @ {k}.double().mT",
+            "hand einsum": f"torch.einsum('bhsd,bhtd->bhst', {q}, {k}) / {D**0.5:.4f}",
+            "hand bmm": f"torch.bmm({q}.flatten(0, 1), {k}.flatten(0, 1).transpose(1, 2)).view({b}, {H}, {S}, {T})",
+        }[o["how"]]
         if mask is not None:
             added = o["mask"] in ("keys added", "heads", "bias", "batch", "batch heads")
             scores = f"({scores} + {mask})" if added else f"({scores}).masked_fill(~({mask}), -10000.0)"
         else:
             scores = f"({scores})"
-        a = w.let("o", f"{scores}.softmax(-1) @ {v}")
+        p = w.let("p", f"{scores}.softmax(-1).type_as({v})")
+        a = w.let("o", f"torch.einsum('bhst,bhtd->bhsd', {p}, {v})" if o["how"] == "hand einsum" else f"{p} @ {v}")
     else:
         options += f", attn_mask={mask}" if mask is not None else ""
         options += ", is_causal=True" if o["mask"] == "causal" else ""
@@ -632,7 +640,9 @@ def factorised_attention(w: Code, x: str, pre: Step, attn: Step, axis: str, kind
     n, B, C = height * width, w.B, w.C
     h, gate = enter(w, x, pre)
     if axis == "space":
-        folded = f"{h}.reshape({B * f}, {n}, {C})" if kind != "unflatten" else f"{h}.unflatten(1, ({f}, -1)).flatten(0, 1)"
+        folded = (
+            f"{h}.reshape({B * f}, {n}, {C})" if kind != "unflatten" else f"{h}.unflatten(1, ({f}, -1)).flatten(0, 1)"
+        )
         z, size, batch, back = w.let("z", folded), n, B * f, f"reshape({B}, {f * n}, {C})"
     else:
         z = w.let("z", f"{h}.unflatten(1, ({f}, {n})).transpose(1, 2).reshape({B * n}, {f}, {C})")
@@ -693,6 +703,96 @@ def query_subset(w: Code, x: str, pre: Step, attn: Step, length: int, kind: str)
     rest = f"{x}[:, {length}:]" if kind == "head" else f"{x}[:, :{S - length}]"
     pair = f"{x}{part} + {o}, {rest}" if kind == "head" else f"{rest}, {x}{part} + {o}"
     w(f"{x} = torch.cat([{pair}], dim=1)")
+
+
+@op(2.5, lambda r, w: {**one(r, w), "pre": draw_pre(r), "kind": r.choice(BARE), "scale": r.choice([0, 0, 3])})
+def bare_attention(w: Code, x: str, pre: Step, kind: str, scale: int) -> None:
+    """Calls of attention with heads, batch and tokens elsewhere than usual."""
+    B, S, C, H, D = w.B, w.size(x), w.C, w.H, w.D
+    h, gate = enter(w, x, pre)
+    sdpa = "F.scaled_dot_product_attention"
+    more = f", scale={scale / 10}" if scale else ""
+    qkv = "qkv"
+    if kind in ("headless", "raw", "channels", "shared"):
+        q, k, v = (h, h, h) if kind == "raw" else (w.let(z, f"{w.linear()}({h})") for z in qkv)
+        if kind == "shared":
+            k = v
+        if kind == "channels":
+            q, k, v = (w.let(z, f"{z}.view({B}, {S}, {H}, {D}).permute(0, 2, 3, 1)") for z in (q, k, v))
+            o = f"{sdpa}({q}, {k}, {v}{more}).permute(0, 3, 1, 2).flatten(2)"
+        else:
+            o = f"{sdpa}({q}, {k}, {v}{more})"
+    elif kind == "narrow values":
+        q, k = (w.let(z, f"{w.linear()}({h}).view({B}, {S}, {H}, {D}).transpose(1, 2)") for z in "qk")
+        v = w.let("v", f"{w.linear(C, 3 * H)}({h}).view({B}, {S}, {H}, 3).transpose(1, 2)")
+        o = f"{w.linear(3 * H, C)}({sdpa}({q}, {k}, {v}{more}).transpose(1, 2).reshape({B}, {S}, -1))"
+    elif kind in ("heads first", "tokens first", "folded heads", "heads as tokens"):
+        there, back = {
+            "heads first": ("permute(2, 0, 1, 3)", "permute(1, 2, 0, 3).flatten(2)"),
+            "tokens first": (
+                "transpose(0, 1).contiguous().permute(1, 2, 0, 3)",
+                "permute(2, 0, 1, 3).transpose(0, 1).flatten(2)",
+            ),
+            "folded heads": (
+                f"transpose(1, 2).reshape({B * H}, {S}, {D})",
+                f"view({B}, {H}, {S}, {D}).transpose(1, 2).flatten(2)",
+            ),
+            "heads as tokens": (f"reshape({B}, 1, {S * H}, {D})", f"reshape({B}, {S}, {C})"),
+        }[kind]
+        q, k, v = (w.let(z, f"{w.linear()}({h}).view({B}, {S}, {H}, {D}).{there}") for z in qkv)
+        o = f"{sdpa}({q}, {k}, {v}{more}).{back}"
+    else:
+        f, height, width = w.cells(x)
+        n = height * width
+        there = f"view({B}, {f}, {n}, {H}, {D}).transpose(2, 3)"
+        back = "transpose(2, 3).flatten(3).flatten(1, 2)"
+        if kind == "time of five":
+            there, back = (
+                f"view({B}, {f}, {n}, {H}, {D}).permute(0, 2, 3, 1, 4)",
+                "permute(0, 3, 1, 2, 4).flatten(3).flatten(1, 2)",
+            )
+        if kind == "rows":
+            there = f"reshape({B * f}, {height}, {width}, {H}, {D}).permute(0, 1, 3, 2, 4).flatten(0, 1)"
+            back = f"unflatten(0, ({B}, -1)).transpose(2, 3).reshape({B}, {S}, {C})"
+        if kind == "columns":
+            there = f"reshape({B * f}, {height}, {width}, {H}, {D}).permute(0, 2, 3, 1, 4).flatten(0, 1)"
+            back = f"unflatten(0, ({B * f}, -1)).permute(0, 3, 1, 2, 4).reshape({B}, {S}, {C})"
+        q, k, v = (w.let(z, f"{w.linear()}({h}).{there}") for z in qkv)
+        o = f"{sdpa}({q}, {k}, {v}{more}).{back}"
+    leave(w, x, o, gate)
+
+
+BARE = ("headless", "raw", "channels", "shared", "narrow values", "heads first", "tokens first", "folded heads",
+        "heads as tokens", "space of five", "time of five", "rows", "columns")  # fmt: skip
+
+
+@op(1, with_attention(two))
+def frame_context_attention(w: Code, x: str, y: str, pre: Step, attn: Step) -> None:
+    """Each frame attends to itself and to all of y."""
+    f, height, width = w.cells(x)
+    n, T, B, C = height * width, w.size(y), w.B, w.C
+    h, gate = enter(w, x, pre)
+    context = w.let("y", f"{y}[:, None].expand(-1, {f}, -1, -1)")
+    z = w.let("z", f"torch.cat([{h}.unflatten(1, ({f}, {n})), {context}], 2).flatten(0, 1)")
+    o = attention(w, z, z, n + T, n + T, B * f, attn)
+    leave(w, x, f"{o}.view({B}, {f}, {n + T}, {C})[:, :, :{n}].flatten(1, 2)", gate)
+
+
+@op(1, with_attention(parts=[2, 3], kind=["order", "reversed"]))
+def parts_attention(w: Code, x: str, pre: Step, attn: Step, parts: int, kind: str) -> None:
+    """Each part of the tokens attends to all of them, or to its predecessor."""
+    S = w.size(x)
+    require(2 * parts <= S)
+    h, gate = enter(w, x, pre)
+    n = -(-S // parts)
+    sizes = [n] * (S // n) + ([S % n] if S % n else [])
+    names = [w.fresh("z") for _ in sizes]
+    w(f"{', '.join(names)} = {h}.split({n}, 1)")
+    found = []
+    for i, z in enumerate(names):
+        over, T = (h, S) if kind == "order" else (names[i - 1], sizes[i - 1])
+        found.append(attention(w, z, over, sizes[i], T, w.B, {**attn, "mask": "none"}))
+    leave(w, x, f"torch.cat([{', '.join(found)}], 1)", gate)
 
 
 @op(1, with_attention())
@@ -760,11 +860,16 @@ def reshaped(w: Code, x: str, kind: str) -> None:
         "seq": lambda: f"({x}.permute(1, 0, 2) * {w.param(B, C)}).permute(1, 0, 2)",
         "heads": lambda: f"({x}.view({B}, {S}, {H}, {D}).softmax(-1) * {w.param(H, 1)}).view({B}, {S}, {C})",
         "bmm": lambda: f"torch.bmm({x}, {w.param(1, C, C, scale=0.2)}.expand({B}, -1, -1)).tanh()",
-        "einsum": lambda: f"torch.einsum('bshd,hde->bshe', {x}.unflatten(-1, ({H}, {D})), {w.param(H, D, D)}).flatten(2)",
+        "einsum": lambda: (
+            f"torch.einsum('bshd,hde->bshe', {x}.unflatten(-1, ({H}, {D})), {w.param(H, D, D)}).flatten(2)"
+        ),
         "norm heads": lambda: f"F.group_norm({x}.reshape({B * S}, {C}), {H}).reshape({B}, {S}, {C})",
         "squeeze": lambda: f"({x}.unsqueeze(2) * {w.param(1, 1, 3, C)}).sum(2)",
         "stack": lambda: f"torch.stack([{x}, {x}.sin(), {x} * 0.5], 2).mean(2)",
-        "complex": lambda: f"(torch.view_as_complex({x}.double().reshape({B}, {S}, -1, 2).contiguous()).abs() + 0.1).log().repeat_interleave(2, -1).type_as({x})",  # noqa: E501
+        "complex": lambda: (
+            f"(torch.view_as_complex({x}.double().reshape({B}, {S}, -1, 2).contiguous()).abs() + 0.1)"
+            f".log().repeat_interleave(2, -1).type_as({x})"
+        ),
         "moved": lambda: f"{w.linear()}({x}.movedim(1, 0)).cos().swapaxes(0, 1)",
     }[kind]()
     w(f"{x} = {x} + 0.5 * {y}")
@@ -859,7 +964,10 @@ def dropped(w: Code, x: str, kind: str, length: int) -> None:
     w.resize(x, left)
 
 
-@op(2, kinds("cumsum", "cummean", "flip", "roll", "roll back", "token shift", "mean shift", "diff", "normalised", "lerp"))
+@op(
+    2,
+    kinds("cumsum", "cummean", "flip", "roll", "roll back", "token shift", "mean shift", "diff", "normalised", "lerp"),
+)
 def moved(w: Code, x: str, kind: str) -> None:
     """Order matters."""
     S = w.size(x)
@@ -1004,7 +1112,7 @@ def normed(w: Code, x: str, kind: str) -> None:
 @op(1.5, kinds("slice", "scaled", "stride", "zero", "first", "fill", "view", "channels", "add", "copy"))
 def written(w: Code, x: str, kind: str) -> None:
     """In place, on a clone."""
-    S, C, n = w.size(x), w.C, max(1, w.size(x) // 3)
+    C, n = w.C, max(1, w.size(x) // 3)
     w(f"{x} = {x}.clone()", {
         "slice": lambda: f"{x}[:, :{n}] = {w.param(1, n, C)}",
         "scaled": lambda: f"{x}[:, {n}:] *= 0.5",
@@ -1017,6 +1125,68 @@ def written(w: Code, x: str, kind: str) -> None:
         "add": lambda: f"{x}.add_({w.cond()}[:, None]).tanh_()",
         "copy": lambda: f"{x}[:, :{n}].copy_({x}[:, -{n}:].clone())",
     }[kind]())  # fmt: skip
+
+
+@op(2.5, kinds("transpose", "flip rows", "roll columns", "snake", "crop", "first frame", "frames", "reversed frames",
+               "frame mean", "row sum", "halves", "interleave halves", "repeat", "doubled", "pad", "unfold",
+               "tile"))  # fmt: skip
+def arranged(w: Code, x: str, kind: str) -> None:
+    """Tokens of a grid in another order or number."""
+    B, S, C = w.B, w.size(x), w.C
+    if kind in ("halves", "interleave halves", "repeat", "doubled", "pad", "unfold", "tile"):
+        if kind in ("halves", "interleave halves"):
+            require(S % 2 == 0)
+            if kind == "halves":
+                w(f"{x} = {x}.unflatten(1, (2, {S // 2})).flip(1).flatten(1, 2)")
+            else:
+                w(f"{x} = torch.stack([{x}[:, :{S // 2}], {x}[:, {S // 2}:]], 2).flatten(1, 2)")
+        elif kind == "unfold":
+            require(S > 3)
+            w(f"{x} = {x} + F.pad({x}, (0, 0, 1, 1)).unfold(1, 3, 1).mean(-1)")
+        elif kind == "pad":
+            n = -S % 8
+            require(n)
+            w(f"{x} = F.pad({x}, (0, 0, 0, {n}))")
+            w.resize(x, S + n)
+        else:
+            require(S <= 20)
+            w(f"{x} = " + {"repeat": f"{x}.repeat(1, 2, 1)", "doubled": f"{x}.repeat_interleave(2, dim=1)",
+                           "tile": f"{x}[:, None].expand(-1, 2, -1, -1).reshape({B}, {2 * S}, {C})"}[kind])  # fmt: skip
+            w.resize(x, 2 * S)
+        return
+    f, h, v = w.cells(x)
+    g = f"{x}.reshape({B}, {f}, {h}, {v}, {C})"
+    grid = (f, h, v)
+    if kind == "transpose":
+        y, grid = f"{g}.transpose(2, 3)", (f, v, h)
+    elif kind == "flip rows":
+        y = f"{g}.flip(2)"
+    elif kind == "roll columns":
+        y = f"{g}.roll((1, -1), (2, 3))"
+    elif kind == "snake":
+        y = f"torch.stack([row if i % 2 else row.flip(2) for i, row in enumerate({g}.unbind(2))], 2)"
+    elif kind == "crop":
+        require(h > 2 and v > 2)
+        y, grid = f"{g}[:, :, 1:, :-1]", (f, h - 1, v - 1)
+    elif kind == "first frame":
+        require(f > 1)
+        y = f"({g}[:, :1] + {g})"
+    elif kind == "frames":
+        require(f > 2)
+        y, grid = f"{g}[:, ::2]", (-(-f // 2), h, v)
+    elif kind == "reversed frames":
+        y = f"torch.cat([{g}[:, 1:], {g}[:, :1]], 1)"
+    elif kind == "frame mean":
+        y = f"({g} - {g}.mean((2, 3), keepdim=True))"
+    else:
+        y = f"({g} + {g}.sum(3, keepdim=True) / {v})"
+    w(f"{x} = {y}.reshape({B}, -1, {C})")
+    w.resize(x, math.prod(grid), grid)
+
+
+@op(0.5, lambda r, w: {})
+def graph_break(w: Code) -> None:
+    w("torch._dynamo.graph_break()")
 
 
 # ---- several streams ---------------------------------------------------------------------------------------
@@ -1052,7 +1222,13 @@ def parted(w: Code, x: str, length: int, kind: str) -> None:
     w.resize(y, length)
 
 
-@op(1, lambda r, w: {**two(r, w), "kind": r.choice(["stack", "batch", "channels", "swap", "add"])})
+@op(
+    1,
+    lambda r, w: {
+        **two(r, w),
+        "kind": r.choice(PAIRINGS),
+    },
+)
 def paired(w: Code, x: str, y: str, kind: str) -> None:
     """Two streams of one length as one tensor, and apart again."""
     S, C, B = w.size(x), w.C, w.B
@@ -1066,10 +1242,24 @@ def paired(w: Code, x: str, y: str, kind: str) -> None:
         w(f"{x}, {y} = ({w.linear()}(torch.stack([{x}, {y}], 0)) * {w.param(2, 1, 1, C, scale=1)}).unbind(0)")
     elif kind == "batch":
         w(f"{x}, {y} = {w.linear()}(torch.cat([{x}, {y}], 0)).split({B}, 0)")
+    elif kind == "interleave":
+        z = w.let("z", f"{w.linear()}(torch.stack([{x}, {y}], 2).flatten(1, 2))")
+        w(f"{x}, {y} = {z}[:, ::2], {z}[:, 1::2]")
+    elif kind == "beside":
+        f, h, v = w.cells(x)
+        z = w.let("z", f"torch.cat([{x}.view({B}, {f}, {h}, {v}, {C}), {y}.reshape({B}, {f}, {h}, {v}, {C})], 3)")
+        z = w.let("z", f"{w.linear()}({z}).flatten(1, 3)")
+        w(f"{x}, {y} = ({z}.view({B}, {f}, {h}, 2, {v}, {C})[:, :, :, i].reshape({B}, {S}, {C}) for i in range(2))")
+    elif kind == "flat":
+        z = w.let("z", f"{w.linear()}(torch.cat([{x}.flatten(0, 1), {y}.flatten(0, 1)], 0))")
+        w(f"{x}, {y} = {z}[:{B * S}].view({B}, {S}, {C}), {z}[{B * S}:].unflatten(0, ({B}, {S}))")
     elif kind == "channels":
         w(f"{x} = {x} + {w.linear(2 * C, C)}(torch.cat([{x}, {y}], -1))")
     else:
         w(f"{x} = {x} + 0.5 * {y}")
+
+
+PAIRINGS = ("stack", "batch", "channels", "swap", "add", "interleave", "beside", "flat")
 
 
 @op(1, one)
@@ -1078,7 +1268,7 @@ def save(w: Code, x: str) -> None:
     w.saved[x] = w.size(x)
 
 
-@op(1, lambda r, w: {"x": r.choice(sorted(w.saved)) if w.saved else "", "kind": r.choice(["add", "cat", "gate"])})
+@op(4, lambda r, w: {"x": r.choice(sorted(w.saved)) if w.saved else "", "kind": r.choice(["add", "cat", "gate"])})
 def restore(w: Code, x: str, kind: str) -> None:
     """A long skip connection."""
     require(x in w.saved and w.saved[x] == w.size(x))
@@ -1092,7 +1282,7 @@ def restore(w: Code, x: str, kind: str) -> None:
 # ---- outputs -----------------------------------------------------------------------------------------------
 
 FINISHES = ("plain", "head", "head", "unpatchify", "unpatchify", "shuffle", "transposed", "heads", "slice", "pooled",
-            "flat", "select", "int", "adaln", "saved", "length")  # fmt: skip
+            "flat", "select", "int", "adaln", "saved", "length", "input", "reversed", "sorted", "columns")  # fmt: skip
 
 
 def draw_output(r: Rng, w: Code) -> Step:
@@ -1124,7 +1314,9 @@ def finished(w: Code, x: str, kind: str) -> str:
         y = w.let("y", f"{w.linear(C, 12)}(F.layer_norm({x}, ({C},)))")
         if kind == "shuffle":
             return f"F.pixel_shuffle({y}.transpose(1, 2).reshape({B}, 12, {f * h}, {v}), 2)"
-        return f"{y}.view({B}, {f}, {h}, {v}, 3, 2, 2).permute(0, 4, 1, 2, 5, 3, 6).reshape({B}, 3, {f}, {2 * h}, {2 * v})"
+        return (
+            f"{y}.view({B}, {f}, {h}, {v}, 3, 2, 2).permute(0, 4, 1, 2, 5, 3, 6).reshape({B}, 3, {f}, {2 * h}, {2 * v})"
+        )
     if kind == "adaln":
         a, b = w.fresh("a"), w.fresh("b")
         w(f"{a}, {b} = {w.linear(C, 2 * C)}({w.cond()}).chunk(2, 1)")
@@ -1139,14 +1331,25 @@ def finished(w: Code, x: str, kind: str) -> str:
     if kind == "saved":
         require(x in w.saved)
         return f"saved_{x} * 2"
+    if kind == "input":
+        require(w.inputs)
+        return next(iter(w.inputs))
+    if kind == "columns":
+        f, h, v = w.cells(x)
+        return f"{x}.view({B}, {f}, {h}, {v}, {C})[:, :, :, {v // 2}]"
     if kind == "slice":
         require(S > 2)
         return f"{x}[:, 1:-1]"
     return {
-        "plain": x, "transposed": f"{x}.transpose(1, 2)", "heads": f"{x}.view({B}, {S}, {w.H}, {w.D})"
-        if kind == "heads" else "", "flat": f"{x}.flatten(0, 1)", "select": f"{x}[:, {S // 2}]",
+        "plain": x,
+        "transposed": f"{x}.transpose(1, 2)",
+        "heads": f"{x}.unflatten(-1, ({w.H}, {w.D}))",
+        "flat": f"{x}.flatten(0, 1)",
+        "select": f"{x}[:, {S // 2}]",
+        "reversed": f"{x}.flip(1)",
+        "sorted": f"{x}.sort(1)[0]",
         "length": f"torch.full(({B},), {x}.shape[1], device={x}.device)",
-    }[kind]  # fmt: skip
+    }[kind]
 
 
 # ---- programs ----------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ class Case:
     num_blocks: int  # transformer blocks in the main stack (HunyuanVideo's text refiner is apart)
     build: Callable[[], torch.nn.Module]  # the model: float32, CPU, eval mode
     inputs: Callable[[], dict]  # forward kwargs, return_dict=False among them where the class takes it
+    tolerance: float  # largest difference to accept in float32, as a share of the output's scale
 
 
 def _randn(seed: int) -> Callable:
@@ -87,7 +88,7 @@ def _case(name: str, label: str) -> Case:
     entry = MODELS[name]
     config, make = entry.make(SIZES[label])
     build, inputs = partial(_build, entry, config), partial(_inputs, make, entry.return_dict)
-    return Case(name, entry.cls, label, entry.heads, entry.blocks, build, inputs)
+    return Case(name, entry.cls, label, entry.heads, entry.blocks, build, inputs, entry.tolerance)
 
 
 CASES: dict[str, list[Case]] = {name: [_case(name, label) for label in MODELS[name].labels] for name in MODELS}

@@ -54,6 +54,7 @@ class Entry:
     make: Callable[[Size], tuple[dict, Callable[..., dict]]]
     prepare: Callable[[torch.nn.Module], None] | None
     return_dict: bool = True  # whether its forward takes return_dict
+    tolerance: float = 1e-5  # of the output's scale
 
 
 MODELS: dict[str, Entry] = {}
@@ -66,6 +67,7 @@ def model(
     labels: tuple[str, ...] = tuple(SIZES),
     prepare: Callable[[torch.nn.Module], None] | None = None,
     return_dict: bool = True,
+    tolerance: float = 1e-5,
 ) -> Callable:
     """Register ``f(size) -> (config, inputs)`` under the function's name, less leading underscores.
 
@@ -73,7 +75,7 @@ def model(
     """
 
     def register(make: Callable) -> Callable:
-        MODELS[make.__name__.lstrip("_")] = Entry(cls, blocks, heads, labels, make, prepare, return_dict)
+        MODELS[make.__name__.lstrip("_")] = Entry(cls, blocks, heads, labels, make, prepare, return_dict, tolerance)
         return make
 
     return register
