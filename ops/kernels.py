@@ -301,6 +301,8 @@ def attend(
     q4, k4, v4 = (x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:]) for x in (q, k, v))
     if not kernel.gqa:
         k4, v4 = expand_heads(k4, q4.shape[1]), expand_heads(v4, q4.shape[1])
+    # kernels called below SDPA read the last dim as dense, and nobody checks
+    q4, k4, v4 = (x if x.stride(-1) == 1 else x.contiguous() for x in (q4, k4, v4))
     mask4 = None if mask is None else _four_dims(mask, batch)
     out, norm = kernel(q4, k4, v4, mask4, causal, scale, lse)
     out = out.reshape(*batch, *out.shape[1:])

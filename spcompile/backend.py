@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -47,7 +48,7 @@ class Backend:
             return compile_inner(self.config, module, example_inputs)
         require_same(group, local.digest, f"graph {self._report.graphs}")
         make_axes(group, local.meshes)
-        compiled = compile_inner(self.config, local.module, example_inputs)
+        compiled = local.compiled(partial(compile_inner, self.config), example_inputs)
         self._report.add(local.report)
         return compiled
 

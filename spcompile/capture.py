@@ -9,7 +9,7 @@ hands over is specialised, which leaves a guard, so that another resolution gets
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from spcompile.sharing import keep_sharing
 from spcompile.simplify import simplify
@@ -50,6 +51,8 @@ BOOKKEEPING = {aten._assert_tensor_metadata.default}
 class Captured:
     """A functional ATen graph with one placeholder per placeholder of Dynamo's graph, in its order.
 
+    Inputs that are tensor subclasses have one for each tensor they are made of (``subclasses``).
+
     ``node.meta["val"]`` holds each value as a fake tensor of ``fake_mode``. Outputs that lie in an input's or
     another output's memory end in view ops of their own, marked ``node.meta["whole"]``: computed on whole values,
     they lie there again. ``refusals`` are ways of sharing memory that a functional graph cannot express.
@@ -58,10 +61,67 @@ class Captured:
     graph_module: fx.GraphModule
     fake_mode: FakeTensorMode
     refusals: list[str]
+    subclasses: Subclasses
 
     @property
     def graph(self) -> fx.Graph:
         return self.graph_module.graph
+
+
+@dataclass(frozen=True)
+class Subclasses:
+    """Graph inputs that are wrapper subclasses (quantised weights) are taken apart: the graph sees plain tensors.
+
+    ``makers`` has one entry per graph input: None for a plain one, else how many tensors it is made of and how it is
+    made of them.
+    """
+
+    makers: list[tuple[int, Callable[[Sequence[Any]], Any]] | None]
+
+    @classmethod
+    def of(cls, inputs: Sequence[Any]) -> Subclasses:
+        return cls([_maker(x) if is_traceable_wrapper_subclass(x) else None for x in inputs])
+
+    def __bool__(self) -> bool:
+        return any(self.makers)
+
+    def flat(self, inputs: Sequence[Any]) -> list[Any]:
+        """Graph inputs with every subclass taken apart."""
+        parts = [_parts(x) if maker else [x] for x, maker in zip(inputs, self.makers, strict=True)]
+        return [part for several in parts for part in several]
+
+    def rebuilt(self, flat: Sequence[Any]) -> list[Any]:
+        """The graph inputs again."""
+        left = list(flat)[::-1]
+        return [maker[1]([left.pop() for _ in range(maker[0])]) if maker else left.pop() for maker in self.makers]
+
+    def of_each(self, values: Sequence[Any]) -> list[Any]:
+        """One value per graph input, repeated for the parts of a subclass."""
+        return [v for v, maker in zip(values, self.makers, strict=True) for _ in range(maker[0] if maker else 1)]
+
+
+def _parts(x: Any) -> list[Tensor]:
+    """The plain tensors a subclass is made of, in order."""
+    if not is_traceable_wrapper_subclass(x):
+        return [x]
+    return [part for name in x.__tensor_flatten__()[0] for part in _parts(getattr(x, name))]
+
+
+def _maker(x: Any) -> tuple[int, Callable[[Sequence[Any]], Any]]:
+    """How many tensors ``x`` is made of, and how to make one like it of others."""
+    if not is_traceable_wrapper_subclass(x):
+        return 1, lambda parts: parts[0]
+    kind, (names, context), size, stride = type(x), x.__tensor_flatten__(), x.shape, x.stride()
+    makers = [_maker(getattr(x, name)) for name in names]
+
+    def make(parts: Sequence[Any]) -> Any:
+        inner, start = {}, 0
+        for name, (count, make_inner) in zip(names, makers, strict=True):
+            inner[name] = make_inner(parts[start : start + count])
+            start += count
+        return kind.__tensor_unflatten__(inner, context, size, stride)
+
+    return sum(count for count, _ in makers), make
 
 
 class _Inliner(fx.Interpreter):
@@ -110,7 +170,8 @@ class _Inliner(fx.Interpreter):
 def capture(dynamo: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     """Trace Dynamo's graph on fake inputs of static size."""
     dynamo = simplify(dynamo)
-    inputs = [int(x) if isinstance(x, torch.SymInt) else x for x in example_inputs]
+    subclasses = Subclasses.of(example_inputs)
+    inputs = [int(x) if isinstance(x, torch.SymInt) else x for x in subclasses.flat(example_inputs)]
     attributes = {n.target: _attribute(dynamo, n.target) for n in dynamo.graph.nodes if n.op == "get_attr"}
     attributes = {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
     flat = [*inputs, *attributes.values()]
@@ -121,7 +182,7 @@ def capture(dynamo: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
 
     def run(*values: Any) -> Any:
         named = dict(zip(attributes, values[len(inputs) :], strict=True))
-        return _Inliner(dynamo, named).run(*values[: len(inputs)])
+        return _Inliner(dynamo, named).run(*subclasses.rebuilt(values[: len(inputs)]))
 
     mutated: list[int] = []
     refusals: list[str] = []
@@ -145,13 +206,15 @@ def capture(dynamo: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
         eager_outputs = run(*originals)
         traced = make_fx(functional, pre_dispatch=True, tracing_mode="real", record_module_stack=False)(*fakes())
 
-    _restore_placeholders(traced, dynamo, list(attributes.items()), originals)
+    _restore_placeholders(traced, subclasses.of_each(dynamo.graph.find_nodes(op="placeholder")), attributes, originals)
     _end_with_copies(traced, len(eager_outputs), mutated)
     _clean(traced, fake_mode)
     refusals += _shared_inputs(inputs, mutated)
     refusals += keep_sharing(traced.graph, eager_outputs, originals[: len(inputs)])
     traced.recompile()
-    return Captured(traced, fake_mode, refusals)
+    if any(is_traceable_wrapper_subclass(x) for x in eager_outputs):
+        refusals.append("an output is a tensor subclass; return a plain tensor")
+    return Captured(traced, fake_mode, refusals, subclasses)
 
 
 def retarget(captured: Captured, device: str) -> None:
@@ -207,17 +270,16 @@ def _attribute(module: torch.nn.Module, path: str) -> Any:
 
 
 def _restore_placeholders(
-    traced: fx.GraphModule, dynamo: fx.GraphModule, attributes: list[tuple[str, Tensor]], originals: list[Any]
+    traced: fx.GraphModule, sources: list[fx.Node], attributes: dict[str, Tensor], originals: list[Any]
 ) -> None:
     """Give the placeholders their Dynamo names, and turn those of Dynamo's attributes back into attributes."""
-    sources = dynamo.graph.find_nodes(op="placeholder")
     nodes = traced.graph.find_nodes(op="placeholder")
     for node, source, value in zip(nodes, sources, originals, strict=False):
-        node._rename(source.name)
+        node._rename(source.name)  # made unique where a subclass has become several
         node.target = node.name
         node.meta["val"] = value
         node.meta["dynamo"] = source
-    for node, (name, value) in zip(nodes[len(sources) :], attributes, strict=True):
+    for node, (name, value) in zip(nodes[len(sources) :], attributes.items(), strict=True):
         attribute = f"_attribute_{name.replace('.', '_')}"
         traced.register_buffer(attribute, value, persistent=False)
         with traced.graph.inserting_before(node):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from spcompile import ops
-from spcompile.capture import Captured, capture, retarget
+from spcompile.capture import Captured, Subclasses, capture, retarget
 from spcompile.config import Config, Mesh
 from spcompile.dump import dump, layouts, readable, trace
 from spcompile.errors import UnsupportedGraphError
@@ -29,14 +29,29 @@ from spcompile.verify import require_distributed, require_strict, verify
 
 log = logging.getLogger("spcompile")
 
+Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
 
 @dataclass(frozen=True)
 class Distributed:
-    """The local graph as a module for the inner compiler, what was done, and the inputs it was made for."""
+    """The local graph as a module for the inner compiler, what was done, and the inputs it was made for.
+
+    ``subclasses`` says how Dynamo's inputs become the module's.
+    """
 
     module: fx.GraphModule
     report: Report
     signature: str
+    subclasses: Subclasses
+
+    def compiled(
+        self, compiler: Callable[..., Callable[..., Any]], example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """What ``compiler(module, inputs)`` makes of the module, as a function of Dynamo's inputs."""
+        if not self.subclasses:
+            return compiler(self.module, example_inputs)
+        inner = compiler(self.module, self.subclasses.flat(example_inputs))
+        return lambda *inputs: inner(*self.subclasses.flat(inputs))
 
     @property
     def meshes(self) -> set[Mesh]:
@@ -96,7 +111,9 @@ def distribute(
     require_distributed(sites, rewritten.report)
     if config.strict:
         require_strict(rewritten.report)
-    return Distributed(_for_inner(captured, dynamo, rewritten), rewritten.report, _signature(captured.graph))
+    return Distributed(
+        _for_inner(captured, dynamo, rewritten), rewritten.report, _signature(captured.graph), captured.subclasses
+    )
 
 
 def _signature(graph: fx.Graph) -> str:

@@ -117,7 +117,6 @@ ON_ALL_TOKENS = {
     "every other token": (lambda x: x[:, ::2], []),
     "tokens looked up": (lambda x, i: x[:, i.argsort()], [("S",)]),
     "tokens gathered": (lambda x, i: x.gather(1, i.argsort(1)), [("B", "S", C)]),
-    "padding with tokens": (lambda x: F.pad(x, (0, 0, 1, 1)), []),
     "tokens repeated": (lambda x: x.repeat(1, 2, 1), []),
     "tokens repeated one by one": (lambda x: x.repeat_interleave(2, dim=1), []),
     "tokens seen as channels": (lambda x: x.reshape(B, C, -1).mT, []),
@@ -126,6 +125,7 @@ ON_ALL_TOKENS = {
 
 # tokens are mixed on chunks: partial sums, running sums, rows of the neighbours
 OVER_TOKENS = {
+    "padding with tokens": (lambda x: F.pad(x, (0, 0, 1, 1)), []),
     "cumsum over tokens": (lambda x: x.cumsum(1), []),
     "tokens rolled": (lambda x: x.roll(2, dims=1), []),
     "a convolution over tokens": (lambda x, w: F.conv1d(x.mT, w, padding=1).mT, [(C, C, 3)]),

@@ -83,13 +83,15 @@ RULES: dict[OpOverload, Rule] = {
     aten.expand.default: Carry(names.expand, sized=aten.expand.default),
     **_carry(names.repeat, aten.repeat, aten.tile),
     aten.repeat_interleave.self_int: Carry(names.repeat_interleaved),
-    **_carry(names.padded, aten.constant_pad_nd, aten.pad),
+    **_mixing(mixing.padded, names.padded, aten.constant_pad_nd, aten.pad),
     **_carry(names.picked, aten.index_select),
     **_carry(names.gathered, aten.gather),
+    **dict.fromkeys((aten.scatter.src, aten.scatter.value, aten.scatter_add.default), Carry(names.scattered)),
+    **_carry(names.one_hot, aten.one_hot),
     **_carry(names.embedding, aten.embedding),
     # contractions
     **_same(Contract(names.linear, bias="bias"), aten.linear),
-    **_same(Contract(names.matmul), aten.matmul, aten.mm, aten.bmm, aten.mv, aten.dot),
+    **_same(Contract(names.matmul), aten.matmul, aten.mm, aten.bmm, aten.mv, aten.dot, aten._int_mm),
     **_same(Contract(names.einsum), aten.einsum),
     **_carry(names.add_matmul, aten.addmm, aten.baddbmm),
     # sums and statistics

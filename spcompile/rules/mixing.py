@@ -386,6 +386,34 @@ def _token(call: Call, lay: Layout, index: int, keep: bool) -> Plan | None:
     return Plan((lay,), (REPLICATED,), build=build, cuts=tuple(cuts))
 
 
+def padded(call: Call, layouts: Sequence[Layout]) -> Plan | None:
+    """A constant before or after the tokens: runs of tokens of their own, which no rank needs to be sent."""
+    lay, pad = layouts[0], call.arguments["pad"]
+    constant = call.arguments.get("mode", "constant") == "constant"
+    if not isinstance(lay, Sharded) or not constant or (lay.outer, lay.inner) != (1, 1):
+        return None
+    position = 2 * (call.rank(0) - 1 - lay.dim)
+    amounts = pad[position : position + 2]
+    if min(amounts) < 0:
+        return None
+    before, after = ((Segment(n),) if n else () for n in amounts)
+    out = replace(lay, segments=before + lay.segments + after)
+
+    def build(b: Build, given: dict[str, Any]) -> fx.Node:
+        value = given["value"] if given["value"] is not None else 0
+        others = [n if i not in (position, position + 1) else 0 for i, n in enumerate(pad)]
+        x = b.emit(aten.constant_pad_nd.default, given["self"], others, value) if any(others) else given["self"]
+        shape = list(x.meta["val"].shape)
+        parts = [x]
+        for new, at in ((before, 0), (after, 1)):
+            if new:
+                shape[lay.dim] = replace(lay, segments=new).local_extent(call.degree)
+                parts.insert(at * len(parts), b.emit(aten.new_full.default, x, shape, value))
+        return b.emit(aten.cat.default, parts, lay.dim)
+
+    return Plan((lay,), (out,), build=build)
+
+
 # ---- convolutions ------------------------------------------------------------------------------------------
 
 

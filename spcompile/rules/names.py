@@ -239,6 +239,19 @@ def gathered(call: Call) -> tuple[Names, Names]:
     return [kept, kept], [kept]
 
 
+def scattered(call: Call) -> tuple[Names, Names]:
+    """scatter: all dims but ``dim`` run along with the index and the source, where those are as long."""
+    dim, shapes = call.dim("dim"), [call.shape(i) for i in range(len(call.operands))]
+    kept: list[Name] = [d if d != dim and all(s[d] == n for s in shapes) else None for d, n in enumerate(shapes[0])]
+    return [list(kept) for _ in shapes], [kept]
+
+
+def one_hot(call: Call) -> tuple[Names, Names]:
+    """A new last dim."""
+    kept: list[Name] = list(range(call.rank(0)))
+    return [kept], [[*kept, None]]
+
+
 def repeat_interleaved(call: Call) -> tuple[Names, Names]:
     """Dims other than ``dim`` pass."""
     if call.arguments["dim"] is None:

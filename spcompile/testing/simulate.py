@@ -166,19 +166,19 @@ class _Backend:
             self.report.add(Report(self.degree, untouched=1))
             return module.forward
         self.report.add(local.report)
-        run = _Lockstep(local.module, self.degree)
-        return lambda *inputs: run(self.rank, inputs)
+        return local.compiled(lambda module, _: _Lockstep(module, self), example_inputs)
 
 
 class _Lockstep:
     """Runs a rewritten graph for all ranks. Calls with the inputs of the last one return its results."""
 
-    def __init__(self, module: fx.GraphModule, degree: int) -> None:
-        self.module, self.degree = module, degree
+    def __init__(self, module: fx.GraphModule, backend: _Backend) -> None:
+        self.module, self.backend, self.degree = module, backend, backend.degree
         self.writes = any(n.target is aten.copy_.default for n in module.graph.nodes)
         self.last: tuple[list[Any], list[tuple[Any, ...]]] | None = None
 
-    def __call__(self, rank: int, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        rank = self.backend.rank
         key = [(id(x), x._version if isinstance(x, Tensor) and not x.is_inference() else 0) for x in inputs]
         if self.last is None or self.last[0] != key or self.writes:
             self.last = key, self.run(rank, inputs)
@@ -237,14 +237,18 @@ def _left_as_found(values: Sequence[Any]) -> Iterator[None]:
     """Modules keep their attributes, and tensors among ``values`` their shape and contents."""
     leaves = pytree.tree_leaves(values)
     modules = [m for value in leaves if isinstance(value, torch.nn.Module) for m in value.modules()]
-    attributes = [(m, {name: _shallow(v) for name, v in vars(m).items()}) for m in modules]
+    attributes = [(m, {name: (v, _contents(v)) for name, v in vars(m).items()}) for m in modules]
     tensors = [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
     tensors += [v for v in leaves if isinstance(v, Tensor)]
     before = [(t, t._version, t.clone(), t.shape, t.stride()) for t in tensors if not t.is_inference()]
     yield
     for module, found in attributes:
         vars(module).clear()
-        vars(module).update(found)
+        vars(module).update({name: value for name, (value, _) in found.items()})
+        for value, contents in found.values():
+            if contents is not None:  # in place: modules may share it
+                value.clear()
+                value.extend(contents) if isinstance(value, list) else value.update(contents)
     for tensor, version, saved, shape, stride in before:
         if tensor.shape != shape or tensor.stride() != stride:
             tensor.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, stride)
@@ -252,5 +256,6 @@ def _left_as_found(values: Sequence[Any]) -> Iterator[None]:
             tensor.copy_(saved)
 
 
-def _shallow(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, (dict, list, set)) else value
+def _contents(value: Any) -> Any:
+    """A copy of what a plain container holds, None for anything else."""
+    return copy.copy(value) if type(value) in (dict, list, set) else None
