@@ -104,7 +104,7 @@ class _Search:
         pending = [(node, want)]
         while pending:
             node, want = pending.pop()
-            if node in self.wants:
+            if node in self.wants or want.tokens < 2:  # one token is no more work on every rank
                 continue
             self.wants[node] = want
             pending += [(n, w) for n, w in self.behind(node, want) if n in self.computed or is_compute(node)]

@@ -101,6 +101,15 @@ class Sharded:
 
         return replace(self, segments=tuple(finer(s) for s in self.segments), inner=1)
 
+    def spread_outer(self) -> Sharded:
+        """The same distribution with ``outer`` counted as segments, where those are few: to compare and to join."""
+        if self.outer * len(self.segments) > MAX_SEGMENTS:
+            return self
+        return replace(self, outer=1, segments=self.segments * self.outer)
+
+
+MAX_SEGMENTS = 128
+"""More are not spelled out."""
 
 Layout = Replicated | Sharded
 REPLICATED = Replicated()

@@ -31,9 +31,13 @@ class Regroup:
         out = _regroup(lay, call.shape(0), call.outputs[0], call.degree)
         if out is None:
             return None
+        operands = (lay, *(REPLICATED for _ in call.operands[1:]))
+        if not isinstance(out, Sharded):  # cuts without which the tokens would be torn apart
+            return Plan(operands, tuple(REPLICATED for _ in call.outputs), cuts=tuple(out))
+        out = out.spread_outer()
         # One op for the family: it takes local sizes, and strides that an exchange changed.
         return Plan(
-            (lay, *([REPLICATED] * (len(call.operands) - 1))),
+            operands,
             (out,),
             {"self": call.operands[0], "shape": out.local_shape(call.outputs[0], call.degree)},
             aten.reshape.default,
@@ -41,15 +45,16 @@ class Regroup:
 
     def backward(self, call: Call, output: int, want: Sharded) -> list[tuple[int, Sharded]]:
         found = _regroup(want, call.outputs[0], call.shape(0), call.degree, split=False)
-        return [] if found is None else [(0, found)]
+        return [(0, found)] if isinstance(found, Sharded) else []
 
 
 def _regroup(
     lay: Sharded, shape: Sequence[int], new_shape: Sequence[int], degree: int, split: bool = True
-) -> Sharded | None:
+) -> Sharded | list[tuple[object, int]] | None:
     """Where the token factor of ``shape`` lies in ``new_shape``; None if it is torn apart.
 
     The dim's tokens span the factors from ``outer`` (all that varies slower) to ``inner`` (all that varies faster).
+    A list: the cuts (see `missing_cuts`) with which it would not be torn apart.
     """
     if math.prod(shape) == 0:
         return None
@@ -63,27 +68,56 @@ def _regroup(
         new_outer, new_inner = outer // before[dim], inner // after
         if new_outer * lay.tokens * new_inner == extent:
             return replace(lay, dim=dim, outer=new_outer, inner=new_inner).absorb_inner(degree)
-    if split and len(lay.segments) == 1:
-        return _split_tokens(lay, outer, before, new_shape, degree)
-    return None
+    return _split_tokens(lay, outer, before, new_shape, degree) if split else None
 
 
 def _split_tokens(
     lay: Sharded, outer: int, before: Sequence[int], new_shape: Sequence[int], degree: int
-) -> Sharded | None:
-    """Tokens viewed as (frames, height * width): whole frames per rank, if they divide."""
-    segment = lay.segments[0]
+) -> Sharded | list[tuple[object, int]] | None:
+    """Tokens viewed as (frames, height * width): whole frames per rank, if they divide; else a share of every frame."""
     for dim, extent in enumerate(new_shape):
         end = before[dim] * extent
         if outer % before[dim] or end % outer or end == outer:
             continue
         frames = end // outer
-        if segment.tokens % frames or frames % degree or extent % frames:
+        if lay.tokens % frames or extent % frames:
             return None
-        unit = segment.tokens // frames
-        origin = segment.origin and replace(segment.origin, unit=segment.origin.unit * unit)
-        return Sharded(dim, (replace(segment, tokens=frames, origin=origin),), outer // before[dim], 1)
+        unit = lay.tokens // frames
+        if len(lay.segments) == 1 and frames % degree == 0:
+            segment = lay.segments[0]
+            origin = segment.origin and replace(segment.origin, unit=segment.origin.unit * unit)
+            return Sharded(dim, (replace(segment, tokens=frames, origin=origin),), outer // before[dim], 1)
+        return _share_of_each(lay, frames, unit, outer, new_shape, degree)
     return None
+
+
+MAX_FRAMES = 128
+"""Runs of tokens that are worth cutting one by one."""
+MAX_WASTE = 0.1
+"""Share of padding that is worth it."""
+
+
+def _share_of_each(
+    lay: Sharded, frames: int, unit: int, outer: int, new_shape: Sequence[int], degree: int
+) -> Sharded | list[tuple[object, int]] | None:
+    """Every one of ``frames`` runs of ``unit`` tokens cut alike, so that the runs can be a dim of their own."""
+    borders = [i * unit for i in range(frames + 1)]
+    missing = missing_cuts(lay, borders)
+    if missing is None or frames > MAX_FRAMES or (missing and -(-unit // degree) * degree > (1 + MAX_WASTE) * unit):
+        return None
+    if missing:
+        return missing
+    runs = [between(lay, *ends) for ends in pairwise(borders)]
+    if any(run != runs[0] for run in runs):
+        return None
+    first = replace(lay, segments=runs[0], outer=1)
+    shape = (outer * frames, unit * lay.inner, -1)  # as one dim of runs and one within
+    rest = math.prod(new_shape) // (shape[0] * shape[1])
+    found = _regroup(first.at(1), (shape[0], shape[1], rest), new_shape, degree)
+    if not isinstance(found, list):
+        return found
+    more = [_regroup(replace(first.at(1), segments=run), (shape[0], shape[1], rest), new_shape, degree) for run in runs]
+    return [cut for cuts in more if isinstance(cuts, list) for cut in cuts]
 
 
 @dataclass(frozen=True)
@@ -108,8 +142,8 @@ class Concatenate:
                     return None
                 lay = replace(lead, segments=call.new_root((call.node, i), tokens))
             operands[i] = lay
-            segments += lay.segments
-        return Plan(tuple(operands), (replace(lead, segments=tuple(segments)),))
+            segments += [s for s in lay.segments if s.tokens]
+        return Plan(tuple(operands), (replace(lead, segments=tuple(segments) or lead.segments[:1]),))
 
     def backward(self, call: Call, output: int, want: Sharded) -> list[tuple[int, Sharded]]:
         dim = call.arguments["dim"] % len(call.outputs[0])
