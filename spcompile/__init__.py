@@ -5,11 +5,11 @@ simulates any number of ranks in one process; `spcompile.ops` are the custom ops
 """
 
 from spcompile.backend import Backend, backend
-from spcompile.errors import RankMismatchError, SPConfigError, SPError, UnsupportedGraphError
+from spcompile.errors import RankMismatchError, RegatherWarning, SPConfigError, SPError, UnsupportedGraphError
 from spcompile.kernels import register_kernel
 from spcompile.ops.kernels import AttentionKernel, Kernel
 from spcompile.recognise import AttentionCall, register_attention
-from spcompile.report import AttentionEntry, RegatherEntry, Report
+from spcompile.report import AttentionEntry, ReductionEntry, RegatherEntry, Report
 
 __all__ = [
     "AttentionCall",
@@ -18,7 +18,9 @@ __all__ = [
     "Backend",
     "Kernel",
     "RankMismatchError",
+    "ReductionEntry",
     "RegatherEntry",
+    "RegatherWarning",
     "Report",
     "SPConfigError",
     "SPError",

@@ -17,7 +17,7 @@ from spcompile.errors import through_dynamo
 from spcompile.group import make_axes, require_same, resolve
 from spcompile.inner import compile_inner
 from spcompile.pipeline import distribute
-from spcompile.report import Report
+from spcompile.report import Report, warn_of_regathers
 
 
 class Backend:
@@ -47,6 +47,8 @@ class Backend:
             self._report.add(Report(group.size(), untouched=1))
             return compile_inner(self.config, module, example_inputs)
         require_same(group, local.digest, f"graph {self._report.graphs}")
+        if group.rank() == 0:
+            warn_of_regathers(local.report)
         make_axes(group, local.meshes)
         compiled = local.compiled(partial(compile_inner, self.config), example_inputs)
         self._report.add(local.report)

@@ -24,6 +24,10 @@ class RankMismatchError(SPError, RuntimeError):
     """The ranks do not hold the same graph, so their collectives would not match."""
 
 
+class RegatherWarning(UserWarning):
+    """An op needs all tokens on every rank: an all-gather that costs speed, once per graph."""
+
+
 @contextmanager
 def through_dynamo() -> Iterator[None]:
     """Let an `SPError` leave torch.compile as it is; Dynamo wraps all others in ``BackendCompilerFailed``."""

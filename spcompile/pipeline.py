@@ -82,6 +82,8 @@ def distribute(
         return None
     try:
         captured = capture(dynamo, example_inputs)
+    except UnsupportedGraphError:
+        raise
     except Exception as error:
         raise UnsupportedGraphError(
             f"a graph with attention cannot be traced before dispatch: {type(error).__name__}: {error}. "

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import warnings
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from spcompile.errors import RegatherWarning
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,22 @@ class Report:
             f"{_count(len(self.regathers), 'regather')}"
             + (f"; {_count(self.untouched, 'graph')} without attention on every rank" if self.untouched else "")
         )
+
+
+def warn_of_regathers(report: Report) -> None:
+    """One `RegatherWarning` for a graph that needs regathers: they cost speed, never exactness."""
+    if not report.regathers:
+        return
+    total = sum(r.bytes_per_rank for r in report.regathers)
+    listed = "".join(
+        f"  before `{r.op}` ({r.source}), {_bytes(r.bytes_per_rank)}: {r.reason}\n" for r in report.regathers
+    )
+    warnings.warn(
+        f"{_count(len(report.regathers), 'all-gather')} ({_bytes(total)} sent per rank and step) for ops that ranks "
+        f"cannot compute on their own tokens:\n{listed}strict=True refuses them.",
+        RegatherWarning,
+        stacklevel=2,
+    )
 
 
 def _grouped(entries: list[AttentionEntry]) -> list[dict[str, Any]]:

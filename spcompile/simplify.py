@@ -18,6 +18,10 @@ import torch.nn.attention.flex_attention
 import torch.nn.functional as F
 from torch import fx
 from torch._functorch import predispatch
+from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE
+
+from spcompile.errors import UnsupportedGraphError
+from spcompile.source import place
 
 flex_attention = torch.ops.higher_order.flex_attention
 _FLEX_FILE = inspect.getfile(torch.nn.attention.flex_attention)
@@ -25,6 +29,13 @@ _FLEX_FILE = inspect.getfile(torch.nn.attention.flex_attention)
 
 def simplify(module: fx.GraphModule) -> fx.GraphModule:
     """``module`` with such calls replaced; ``module`` itself if it has none."""
+    for n in module.graph.nodes:
+        if n.target is flex_attention and not _modifies_nothing(module, n):
+            raise UnsupportedGraphError(
+                f"{place(n)}: flex_attention with a score_mod, or a block mask that may leave keys out, cannot be "
+                "distributed yet. Use scaled_dot_product_attention with attn_mask, or put torch.compiler.disable on "
+                "the function that calls it: it then runs on full tensors."
+            )
     found = {n.name: replace for n in module.graph.nodes if (replace := _simpler(module, n)) is not None}
     if not found:
         return module
@@ -90,7 +101,15 @@ def _modifies_nothing(module: fx.GraphModule, node: fx.Node) -> bool:
     """Score and mask are left alone, and nobody uses the log-sum-exp."""
     arguments: Any = node.args
     score, mask = getattr(module, arguments[3].target), getattr(module, arguments[4][-1].target)
-    return _only_first(node) and _returns_score(score) and _returns_true(mask)
+    return _only_first(node) and _returns_score(score) and _returns_true(mask) and _lists_all_blocks(arguments[4])
+
+
+def _lists_all_blocks(block_mask: Any) -> bool:
+    """Is it the mask of one block that flex_attention makes for itself? Lists of blocks may leave some out.
+
+    Kernels for GPUs read the lists even where the mask function alone hides nothing.
+    """
+    return all(size == _LARGE_SPARSE_BLOCK_SIZE for size in block_mask[-3:-1])
 
 
 def _returns_score(score_mod: fx.GraphModule) -> bool:

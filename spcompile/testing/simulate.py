@@ -22,7 +22,7 @@ from spcompile import ops
 from spcompile.config import Config, make_config
 from spcompile.errors import SPConfigError, through_dynamo
 from spcompile.pipeline import distribute
-from spcompile.report import Report
+from spcompile.report import Report, warn_of_regathers
 
 aten = torch.ops.aten
 
@@ -166,6 +166,7 @@ class _Backend:
             self.report.add(Report(self.degree, untouched=1))
             return module.forward
         self.report.add(local.report)
+        warn_of_regathers(local.report)
         return local.compiled(lambda module, _: _Lockstep(module, self), example_inputs)
 
 
