@@ -379,3 +379,50 @@ def test_sharding_begins_after_a_patch_convolution(batch):
     report = assert_exact(Patches().double(), torch.randn(batch, 3, 10, 6).double(), tolerance=1e-13)
     assert regathered(report) == []
     assert exchanges(report) == ["ulysses"]
+
+
+class Film(nn.Module):
+    """Every block sees its tokens as [frames, height, width] and adds something per frame; ``text``: joined before."""
+
+    def __init__(self, frames: int, text: int = 0) -> None:
+        super().__init__()
+        self.frames, self.text = frames, text
+        self.blocks = nn.ModuleList(SelfAttention() for _ in range(2))
+        self.time = nn.Parameter(torch.randn(1, frames, 1, C))
+
+    def forward(self, x):
+        for block in self.blocks:
+            text, video = x[:, : self.text], x[:, self.text :]
+            seen = video.unflatten(1, (self.frames, -1)) * self.time
+            seen = seen + seen.square().mean(-1, keepdim=True)
+            x = torch.cat([text, seen.flatten(1, 2)], dim=1)
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("text", [0, 7])
+@pytest.mark.parametrize(("frames", "degree"), [(3, 2), (3, 4), (5, 3), (4, 2), (7, 8)])
+def test_frames_that_do_not_divide_are_shared_one_by_one(frames, degree, text):
+    x = torch.randn(B, text + frames * 24, C).double()
+    report = assert_exact(Film(frames, text).double(), x, degree=degree, tolerance=1e-13)
+    assert regathered(report) == []
+
+
+def test_frames_too_small_to_share_are_gathered():
+    report = assert_exact(Film(5).double(), torch.randn(B, 15, C).double(), degree=4, tolerance=1e-13)
+    assert regathered(report)
+
+
+def test_tokens_of_a_batch_merged_and_parted_again():
+    def op(x):
+        flat = x.reshape(-1, C)
+        return (flat * 2).view(x.shape) + flat.square().unflatten(0, (B, -1))
+
+    assert regathered(assert_exact(Between(op).double(), tokens(11).double(), tolerance=1e-13)) == []
+
+
+def test_an_empty_part_of_a_cat_is_no_segment():
+    def op(x):
+        return torch.cat([x.new_zeros(B, 0, C), x], dim=1) + x
+
+    assert regathered(assert_exact(Between(op).double(), tokens(11).double(), tolerance=1e-13)) == []

@@ -197,3 +197,22 @@ def test_the_caller_of_a_refused_graph_catches_it_as_what_it_is(family):
 def test_fullgraph_does_not_hide_the_error():
     with torch.no_grad(), pytest.raises(spcompile.SPConfigError):
         torch.compile(SelfAttention(), backend=spcompile.backend(sp=2), fullgraph=True)(tokens(S))
+
+
+def test_a_regather_warns_once_per_graph():
+    """With op, place, bytes and the way to refuse it."""
+
+    def model(x, w):
+        return attend(x @ w, x, x).flip(1).sort(1).values @ w
+
+    inputs = (tokens(9), torch.randn(C, C))
+    with pytest.warns(spcompile.RegatherWarning) as warned:
+        simulate(model, inputs, sp=2)
+    (warning,) = warned
+    text = str(warning.message)
+    assert re.search(
+        r"before `aten\.flip` \(.*test_messages\.py:\d+\), .* B: it mixes entries along the token dim", text
+    )
+    assert text.endswith("strict=True refuses them.")
+    with pytest.raises(spcompile.UnsupportedGraphError, match=r"strict=True, and the graph needs"):
+        simulate(model, inputs, sp=2, strict=True)

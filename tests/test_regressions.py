@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import SelfAttention, tokens
+from helpers import SelfAttention, assert_exact, tokens
+from torch import nn
 
 import spcompile
 from spcompile.testing import simulate
@@ -138,3 +139,31 @@ def test_one_query_token_alone_is_no_reason_to_refuse():
     run = simulate(INNER, (token,), sp=2)
     torch.testing.assert_close(run.outputs[1], INNER(token))
     assert [a.exchange for a in run.report.attention] == ["replicated"]
+
+
+@pytest.mark.parametrize("degrees", [{"ring": 2}, {"kv_gather": 2}, {"ring": 3}])
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_that_are_not_dense(degrees, causal):
+    """CPU flash attention, called below SDPA, takes the last dim for dense."""
+    qkv = nn.Linear(16, 48).double()
+
+    def model(x):
+        q, k, v = (z.unflatten(-1, (8, 2)).permute(0, 3, 1, 2) for z in qkv(x).chunk(3, -1))  # channels are (d h)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+
+    assert_exact(model, torch.randn(2, 13, 16).double(), tolerance=1e-13, **degrees)
+
+
+def test_block_lists_are_not_attention_to_everything():
+    """Kernels for GPUs visit the listed blocks only, whatever the mask function says."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    def model(x, counts, indices):
+        q, k, v = (x.view(1, 256, 2, 16).transpose(1, 2) * i for i in (1, 2, 3))
+        mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=128)
+        return flex_attention(q, k, v, block_mask=mask)
+
+    counts = torch.ones(1, 1, 2, dtype=torch.int32)
+    indices = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32).view(1, 1, 2, 2)
+    with pytest.raises(spcompile.UnsupportedGraphError, match="flex_attention with a score_mod, or a block mask"):
+        simulate(model, (torch.randn(1, 256, 32), counts, indices), sp=2)

@@ -1,7 +1,8 @@
-"""Twelve diffusers transformers, unmodified, on simulated ranks.
+"""The transformers of diffusers, unmodified, on simulated ranks.
 
-The default run takes each model at uneven lengths: by Ulysses, by what costs least, and by a product. `-m long`
-takes all labels and degrees.
+Twelve are taken apart here: the default run takes each at uneven lengths by Ulysses, by what costs least, and by a
+product; `-m long` takes all labels and degrees. All 75 are compared with their row in `docs/models.md`; the default
+run takes some of them.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
+from pathlib import Path
 
+import diffusers
 import pytest
 import torch
 from helpers import exchanges
 
+import spcompile
 from spcompile.testing import simulate, zoo
+from spcompile.testing.zoo.common import MODELS
+from spcompile.testing.zoo.record import difference, line, record, recorded
 
 TOLERANCE = 1e-5  # of the largest value of the output; what float32 sums in another order come to
 
@@ -103,3 +109,47 @@ def test_every_rank_returns_the_whole_output(name, label, degrees):
         assert report.collectives == per_site * expected.exchanged + len(expected.regathers) + 1
     elif degrees["sp"] == 2:
         assert set(counts) == {"kv_gather"}
+
+
+# all of them
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+SHORT = [name for name in zoo.names() if name not in zoo.CORE][::6]
+
+
+def test_the_zoo_has_every_transformer_of_diffusers():
+    exported = [getattr(diffusers, name) for name in dir(diffusers)]
+    classes = {
+        c.__name__
+        for c in exported
+        if isinstance(c, type) and issubclass(c, torch.nn.Module) and ".transformers." in c.__module__
+    }
+    assert {entry.cls for entry in MODELS.values()} == classes
+    assert set(recorded(PAGE)) == classes
+
+
+@pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.long) for n in zoo.names()])
+def test_a_class_is_as_the_page_says(name):
+    found = record(name)
+    assert found.exact, found.largest
+    page = recorded(PAGE)[found.cls].split(" | ")
+    here = line(found).split(" | ")
+    assert here[2:] == page[2:]  # all but the name with its note, and how near
+
+
+@pytest.mark.parametrize("label", ["even", "batch2"])
+@pytest.mark.parametrize("name", [n for n in zoo.names() if n not in zoo.CORE])
+@pytest.mark.long
+def test_a_class_at_other_lengths(name, label):
+    case = next((c for c in zoo.CASES[name] if c.label == label), None)
+    if case is None:
+        pytest.skip(f"{name} takes no such input")
+    model, inputs = case.build(), case.inputs()
+    with torch.no_grad():
+        want = model(**inputs)
+    try:
+        run = simulate(model, kwargs=inputs, sp=2)
+    except spcompile.SPError:
+        assert recorded(PAGE)[case.cls].count("refused")
+        return
+    assert max(difference(out, want) for out in run.outputs) < case.tolerance

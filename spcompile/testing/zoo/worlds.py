@@ -148,7 +148,8 @@ def _sanavideo(s: Size):
     )
 
 
-@model("SanaWMTransformer3DModel", blocks=4, heads=8)
+# It casts to bfloat16 inside: a change of 1e-7 in its input moves its output by 2e-4.
+@model("SanaWMTransformer3DModel", blocks=4, heads=8, tolerance=1e-3)
 def _sanawm(s: Size):
     # Head dim 24: the camera's rotations want multiples of 8, and three axes of rope in half of it.
     # Two blocks of linear attention, two of softmax, which compute their attention in bfloat16.
