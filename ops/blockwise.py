@@ -162,11 +162,15 @@ def _add_block(
 ) -> None:
     """All queries to the real keys of one block, with their columns of the mask."""
     pieces = [(r.local, r.count) for r in keys]
+    shift = None
+    if mask is not None and mask.dtype != torch.bool:  # of all keys: the same for every block
+        shift = mask.amax(-1, keepdim=True)
+        shift = shift.masked_fill(shift.isinf(), 0)
     if mask is not None and mask.shape[-1] > 1:
         mask = _pick(mask, -1, [(r.start, r.count) for r in keys])
     elif mask is not None:
         mask = mask.expand(*mask.shape[:-1], sum(r.count for r in keys))
-    out, lse = attend(kernel, q, _pick(k, -2, pieces), _pick(v, -2, pieces), mask, False, scale, True)
+    out, lse = attend(kernel, q, _pick(k, -2, pieces), _pick(v, -2, pieces), mask, False, scale, True, shift)
     assert lse is not None
     merged.add(0, out, lse)
 

@@ -62,7 +62,10 @@ class AttentionKernel(Protocol):
 
 @dataclass
 class Kernel:
-    """A declaration and a function. ``package`` (and its ``major`` version) must be installed."""
+    """A declaration and a function. ``package`` (and its ``major`` version) must be installed.
+
+    ``lse_of_bias``: its log-sum-exp also serves rows that an additive mask puts at a number of large magnitude.
+    """
 
     name: str
     run: Callable[..., Attended]
@@ -74,6 +77,7 @@ class Kernel:
     gqa: bool = False
     any_value_dim: bool = False
     returns_lse: bool = True
+    lse_of_bias: bool = False
     varlen: bool = False
     output_buffer: bool = False
     capturable: bool = True
@@ -133,8 +137,15 @@ def without_keys(mask: Tensor | None) -> Tensor | None:
 # ---- kernels -----------------------------------------------------------------------------------------------
 
 
-def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, lse: bool) -> Attended:
-    """Plain torch, in float32 or wider: the reference with a log-sum-exp."""
+def _math(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, lse: bool,
+    shift: Tensor | None = None,
+) -> Attended:  # fmt: skip
+    """Plain torch, in float32 or wider: the reference with a log-sum-exp, less ``shift``.
+
+    A row whose scores are all near a number of large magnitude (masked by -1e9, say) would lose the size of its sum in
+    that number; ``shift`` takes it off.
+    """
     high = wide(q.dtype)
     k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
     scores = q.to(high) @ k.to(high).transpose(-1, -2) * scale
@@ -144,9 +155,12 @@ def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, sc
         extra = additive(mask, high)
         assert extra is not None
         scores = scores + extra
-    norm = scores.logsumexp(-1)
-    weights = (scores - norm.masked_fill(norm == -math.inf, 0).unsqueeze(-1)).exp()
-    return (weights @ v.to(high)).to(q.dtype), norm
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top.masked_fill(top == -math.inf, 0)).exp()
+    total = weights.sum(-1, keepdim=True)
+    out = (weights @ v.to(high)) / total.masked_fill(total == 0, 1)
+    norm = (top.squeeze(-1) if shift is None else top.squeeze(-1) - shift.to(high)) + total.squeeze(-1).log()
+    return out.to(q.dtype), norm
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, lse: bool) -> Attended:
@@ -252,7 +266,7 @@ KERNELS: dict[str, AttentionKernel] = {
         Kernel("cuda_flash", _cuda_flash, CUDA, HALF, range(8, 257, 8)),
         Kernel("cudnn", _cudnn, CUDA, HALF, range(8, 129, 8), masks=ANY_MASK),
         Kernel("cuda_efficient", _cuda_efficient, CUDA, HALF | {torch.float32}, range(8, 1 << 16, 8), masks=ANY_MASK),
-        Kernel("math", _math, CPU | CUDA, FLOATS, masks=ANY_MASK, gqa=True, any_value_dim=True),
+        Kernel("math", _math, CPU | CUDA, FLOATS, masks=ANY_MASK, gqa=True, any_value_dim=True, lse_of_bias=True),
         Kernel("flash_attn_2", _flash_2, CUDA, HALF, range(8, 257, 8), gqa=True, varlen=True, package="flash_attn"),
         Kernel(
             "flash_attn_3",
@@ -290,11 +304,13 @@ AUTOMATIC = ("sdpa", "cpu_flash", "cuda_flash", "cudnn", "cuda_efficient", "math
 
 
 def attend(
-    name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, lse: bool
-) -> Attended:
+    name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, lse: bool,
+    shift: Tensor | None = None,
+) -> Attended:  # fmt: skip
     """Call a kernel on any number of leading dims.
 
-    Key/value heads are expanded for kernels without GQA. A row without a valid key has log-sum-exp -inf.
+    Key/value heads are expanded for kernels without GQA. A row without a valid key has log-sum-exp -inf. ``shift``,
+    broadcast to [..., H, S, 1], is taken off the log-sum-exp; for the kernel ``math`` only.
     """
     kernel = KERNELS[name]
     batch = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
@@ -304,7 +320,11 @@ def attend(
     # kernels called below SDPA read the last dim as dense, and nobody checks
     q4, k4, v4 = (x if x.stride(-1) == 1 else x.contiguous() for x in (q4, k4, v4))
     mask4 = None if mask is None else _four_dims(mask, batch)
-    out, norm = kernel(q4, k4, v4, mask4, causal, scale, lse)
+    if shift is None:
+        out, norm = kernel(q4, k4, v4, mask4, causal, scale, lse)
+    else:
+        assert name == "math"
+        out, norm = _math(q4, k4, v4, mask4, causal, scale, lse, _four_dims(shift, batch).squeeze(-1))
     out = out.reshape(*batch, *out.shape[1:])
     if not lse or norm is None:
         return out, None

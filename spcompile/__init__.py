@@ -5,7 +5,15 @@ simulates any number of ranks in one process; `spcompile.ops` are the custom ops
 """
 
 from spcompile.backend import Backend, backend
-from spcompile.errors import RankMismatchError, RegatherWarning, SPConfigError, SPError, UnsupportedGraphError
+from spcompile.errors import (
+    RankMismatchError,
+    RecompileLimitWarning,
+    RegatherWarning,
+    SPConfigError,
+    SPError,
+    UnsupportedGraphError,
+    VerificationError,
+)
 from spcompile.kernels import register_kernel
 from spcompile.ops.kernels import AttentionKernel, Kernel
 from spcompile.recognise import AttentionCall, register_attention
@@ -18,6 +26,7 @@ __all__ = [
     "Backend",
     "Kernel",
     "RankMismatchError",
+    "RecompileLimitWarning",
     "ReductionEntry",
     "RegatherEntry",
     "RegatherWarning",
@@ -25,6 +34,7 @@ __all__ = [
     "SPConfigError",
     "SPError",
     "UnsupportedGraphError",
+    "VerificationError",
     "backend",
     "register_attention",
     "register_kernel",

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import metadata
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from spcompile.agreement import SameInputs, Verified, agree, decline, input_names
 from spcompile.config import Config, make_config
-from spcompile.errors import through_dynamo
-from spcompile.group import make_axes, require_same, resolve
-from spcompile.inner import compile_inner
+from spcompile.errors import RecompileLimitWarning, SPError, through_dynamo
+from spcompile.group import make_axes, resolve
+from spcompile.inner import compile_inner, fingerprint
 from spcompile.pipeline import distribute
 from spcompile.report import Report, warn_of_regathers
 
@@ -42,21 +47,56 @@ class Backend:
         config = replace(self.config, degree=group.size(), mesh=self.config.mesh or ranks.mesh)
         if config.degree == 1:
             return compile_inner(config, module, example_inputs)
-        local = distribute(module, example_inputs, config, group.size(), group.group_name, self._report.graphs)
+        try:
+            local = distribute(module, example_inputs, config, group.size(), group.group_name, self._report.graphs)
+        except SPError as error:
+            decline(group, str(error))
+            raise
         if local is None:
             self._report.add(Report(group.size(), untouched=1))
             return compile_inner(self.config, module, example_inputs)
-        require_same(group, local.digest, f"graph {self._report.graphs}")
+        agree(group, self._facts | local.facts, f"graph {self._report.graphs}", config.timeout)
         if group.rank() == 0:
             warn_of_regathers(local.report)
         make_axes(group, local.meshes)
         compiled = local.compiled(partial(compile_inner, self.config), example_inputs)
         self._report.add(local.report)
+        if config.verify == "first":
+            compiled = Verified(compiled, module.forward, self._report.verified.append)
+        if config.check != "off":
+            compiled = SameInputs(compiled, group, input_names(module), local.draws, always=config.check == "always")
+        _warn_before_the_limit()
         return compiled
+
+    @property
+    def _facts(self) -> dict[str, str]:
+        """What of the surroundings all ranks must have alike."""
+        inner = self.config.inner if isinstance(self.config.inner, str) else "a callable"
+        packages = {"spcompile": fingerprint(), "torch": torch.__version__}
+        for name in ("flash_attn", "sageattention"):
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                packages[name] = metadata.version(name)
+        c = self.config
+        options = f"inner={inner}, options={dict(c.options)}, kernel={c.kernel}, check={c.check}, verify={c.verify}"
+        return {"options": options, "versions": str(packages)}
 
     def report(self) -> Report:
         """What was done to all graphs compiled so far."""
         return self._report
+
+
+def _warn_before_the_limit() -> None:
+    """Beyond its limit Dynamo runs the model as it is: exact, but on every rank in full."""
+    compiling: Any = torch._guards.CompileContext.current_compile_id()
+    limit: Any = torch._dynamo.config.recompile_limit
+    if compiling is not None and (compiling.frame_compile_id or 0) + 1 >= limit:
+        warnings.warn(
+            f"This is compilation {compiling.frame_compile_id + 1} of this code, and "
+            f"torch._dynamo.config.recompile_limit is {limit}: further shapes will run unsharded, in full on every "
+            "rank. Raise the limit before the first call to go on",
+            RecompileLimitWarning,
+            stacklevel=2,
+        )
 
 
 def backend(
@@ -72,6 +112,9 @@ def backend(
     strict: bool = False,
     min_tokens: int = 1,
     dump: str | None = None,
+    check: str = "first",
+    verify: str = "off",
+    timeout: float | None = None,
 ) -> Backend:
     """Sequence parallelism for an unmodified diffusion transformer, as a torch.compile backend.
 
@@ -95,13 +138,18 @@ def backend(
         strict: refuse a graph that needs a regather (an all-gather forced by an op that mixes tokens) or
             leaves an attention site on every rank.
         min_tokens: a site with fewer query tokens stays on every rank.
+        check: ``"first"`` compares the inputs of all ranks, weights included, before each graph's first call;
+            ``"always"`` before every call; ``"off"`` never. They must be equal.
+        verify: ``"first"`` also runs each graph unsharded at its first call, and compares; the report keeps the error.
+        timeout: seconds to wait for the other ranks before a graph's first call. None: the group's timeout.
         dump: a folder for the captured graph, layouts, rewritten graph and report of every graph. None: the
             environment variable ``SPCOMPILE_DUMP``, if set.
 
     Raises:
         SPConfigError: here for options that cannot be right, at the first call for a group that does not fit.
         UnsupportedGraphError: at the first call (compile time) for a graph that cannot be computed exactly.
-        RankMismatchError: at the first call if the ranks compiled different graphs.
+        RankMismatchError: at the first call if the ranks compiled different graphs or got different inputs.
+        VerificationError: at the first call, with ``verify="first"``.
 
     Example::
 
@@ -122,6 +170,9 @@ def backend(
         options=options,
         strict=strict,
         min_tokens=min_tokens,
+        check=check,
+        verify=verify,
+        timeout=timeout,
         dump=dump or os.environ.get("SPCOMPILE_DUMP"),
     )
     return Backend(config, mesh)

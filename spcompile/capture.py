@@ -25,7 +25,7 @@ from torch._functorch._aot_autograd.functional_utils import (
     to_fun,
 )
 from torch._guards import tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from spcompile.sharing import keep_sharing
 from spcompile.simplify import simplify
+from spcompile.source import place
 
 aten = torch.ops.aten
 higher_order = torch.ops.higher_order
@@ -147,6 +148,8 @@ class _Inliner(fx.Interpreter):
         if target in INLINED:
             body, operands = args[0], args[INLINED[target] :]
             return _Inliner(body, {}).run(*operands)
+        if target is torch.Tensor and len(args) == 1 and isinstance(args[0], Tensor):
+            return args[0].detach()  # the constructor makes an alias that tracing does not see
         if target is _enter_autocast:
             return self._enter_autocast(args)
         if target is _exit_autocast:
@@ -208,7 +211,7 @@ def capture(dynamo: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
 
     _restore_placeholders(traced, subclasses.of_each(dynamo.graph.find_nodes(op="placeholder")), attributes, originals)
     _end_with_copies(traced, len(eager_outputs), mutated)
-    _clean(traced, fake_mode)
+    refusals += _clean(traced, fake_mode)
     refusals += _shared_inputs(inputs, mutated)
     refusals += keep_sharing(traced.graph, eager_outputs, originals[: len(inputs)])
     traced.recompile()
@@ -237,8 +240,9 @@ def retarget(captured: Captured, device: str) -> None:
                 node.meta["val"] = node.target(*args, **kwargs)
 
 
-def _clean(traced: fx.GraphModule, fake_mode: FakeTensorMode) -> None:
-    """Drop what computes nothing, and give constants their fake tensors."""
+def _clean(traced: fx.GraphModule, fake_mode: FakeTensorMode) -> list[str]:
+    """Drop what computes nothing, and give constants their fake tensors. Returns why that cannot be."""
+    refusals = []
     for node in reversed(traced.graph.nodes):
         if node.target in BOOKKEEPING:
             traced.graph.erase_node(node)
@@ -246,10 +250,13 @@ def _clean(traced: fx.GraphModule, fake_mode: FakeTensorMode) -> None:
             node.replace_all_uses_with(node.args[0])  # it returns its operand
         elif node.op == "get_attr" and "val" not in node.meta:
             constant = _attribute(traced, node.target)
-            if isinstance(constant, Tensor):
+            if isinstance(constant, FakeTensor):
+                refusals.append(f"{place(next(iter(node.users)))} uses a tensor that is made out of tracing's sight")
+            elif isinstance(constant, Tensor):
                 node.meta["val"] = fake_mode.from_tensor(constant, static_shapes=True)
     traced.graph.eliminate_dead_code(lambda n: n.is_impure() or "_assert_" in str(n.target))
     traced.recompile()
+    return refusals
 
 
 @contextmanager

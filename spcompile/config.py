@@ -31,6 +31,13 @@ class Config:
     strict: bool = False
     min_tokens: int = 1
     dump: str | None = None
+    check: str = "first"
+    verify: str = "off"
+    timeout: float | None = None
+
+
+CHECKS = ("first", "always", "off")
+VERIFIES = ("off", "first")
 
 
 def kernel_names() -> tuple[str, ...]:
@@ -50,6 +57,9 @@ def make_config(
     strict: bool,
     min_tokens: int,
     dump: str | None,
+    check: str = "first",
+    verify: str = "off",
+    timeout: float | None = None,
 ) -> Config:
     """Check the options of `spcompile.backend`. Raises `SPConfigError` with what was given and what would fit."""
     degrees = {"ring": ring, "kv_gather": kv_gather, "ulysses": ulysses}
@@ -65,6 +75,11 @@ def make_config(
         raise SPConfigError(f"min_tokens={min_tokens!r}: want a number of tokens, 1 or more")
     if not (isinstance(inner, str) or callable(inner)):
         raise SPConfigError(f"inner={inner!r}: want the name of a torch.compile backend, or a callable")
+    for name, value, allowed in (("check", check, CHECKS), ("verify", verify, VERIFIES)):
+        if value not in allowed:
+            raise SPConfigError(f"{name}={value!r}: choose one of {', '.join(map(repr, allowed))}")
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0):
+        raise SPConfigError(f"timeout={timeout!r}: want seconds, more than 0")
     return Config(
         degree=sp if mesh is None else math.prod(mesh),
         mesh=mesh,
@@ -74,6 +89,9 @@ def make_config(
         strict=strict,
         min_tokens=min_tokens,
         dump=dump,
+        check=check,
+        verify=verify,
+        timeout=timeout,
     )
 
 

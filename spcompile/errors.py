@@ -1,4 +1,4 @@
-"""What spcompile raises. All of it at compile time, before any rank has computed anything."""
+"""What spcompile raises: at compile time, before any rank has computed anything, or when ranks first compare values."""
 
 from __future__ import annotations
 
@@ -24,8 +24,16 @@ class RankMismatchError(SPError, RuntimeError):
     """The ranks do not hold the same graph, so their collectives would not match."""
 
 
+class VerificationError(SPError, RuntimeError):
+    """With ``verify="first"``: what the ranks computed is not what the unsharded graph gives."""
+
+
 class RegatherWarning(UserWarning):
     """An op needs all tokens on every rank: an all-gather that costs speed, once per graph."""
+
+
+class RecompileLimitWarning(UserWarning):
+    """Dynamo is about to give up compiling; what follows runs unsharded on every rank."""
 
 
 @contextmanager

@@ -35,12 +35,16 @@ CAPTURED = "captured"
 
 @dataclass(frozen=True)
 class Policy:
-    """What of the configuration decides about a site. ``mesh`` is binding; None: choose."""
+    """What of the configuration decides about layouts and sites. ``mesh`` is binding; None: choose.
+
+    ``may_draw``: ranks' random generators are compared, so that what is drawn in full is the same on all.
+    """
 
     degree: int
     mesh: Mesh | None = None
     kernel: str = "auto"
     min_tokens: int = 1
+    may_draw: bool = True
 
 
 @dataclass(frozen=True)
@@ -306,6 +310,10 @@ class _Planner:
         mask = None if site.mask is None else "bool" if site.mask.meta["val"].dtype == torch.bool else "additive"
         needs = [
             (needs_lse and not kernel.returns_lse, "returns no log-sum-exp"),
+            (
+                needs_lse and mask == "additive" and not getattr(kernel, "lse_of_bias", False),
+                "has a log-sum-exp that loses rows whose keys are all masked by large numbers; kernel='math' does not",
+            ),
             (self.device not in kernel.devices, f"does not run on {self.device}"),
             (self.dtype not in kernel.dtypes, f"does not take {self.dtype}"),
             (mask is not None and mask not in kernel.masks, f"takes no {mask} mask"),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spcompile.config import Config, Mesh
-from spcompile.errors import RankMismatchError, SPConfigError
+from spcompile.errors import SPConfigError
 from spcompile.ops import wire
 from spcompile.ops.mesh import AXES
 
@@ -85,18 +85,6 @@ def _of_device_mesh(mesh: DeviceMesh) -> tuple[Ranks, str]:
     group = mesh.get_group(ours[0]) if len(ours) == 1 else mesh[ours]._flatten("_".join(ours)).get_group()
     assert group.size() == math.prod(degrees)
     return Ranks(group, degrees), f"the part {', '.join(ours)} of the mesh"
-
-
-def require_same(group: dist.ProcessGroup, digest: str, what: str) -> None:
-    """All ranks must hold the same graph before any of them runs it. Raises `RankMismatchError` on every rank."""
-    digests: list[str] = [""] * group.size()
-    dist.all_gather_object(digests, digest, group=group)
-    if len(set(digests)) > 1:
-        ranks = {d: [r for r, other in enumerate(digests) if other == d] for d in digests}
-        raise RankMismatchError(
-            f"the ranks compiled different graphs for {what}: ranks {' / '.join(map(str, ranks.values()))} differ. "
-            "Call the model with inputs of the same shapes, dtypes and options on every rank"
-        )
 
 
 def make_axes(group: dist.ProcessGroup, meshes: set[Mesh]) -> None:

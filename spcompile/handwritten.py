@@ -42,6 +42,7 @@ class HandwrittenCall:
     scale: float
     dtype: torch.dtype
     fill: float | None
+    masked: bool
 
     @property
     def name(self) -> str:
@@ -55,9 +56,11 @@ class HandwrittenCall:
     @property
     def only_captured(self) -> str | None:
         """Why no kernel may stand in for the formula."""
-        if self.fill is None or self.fill == -math.inf:
+        if not self.masked:
             return None
-        return f"the model's own attention fills masked scores with {self.fill:g}, which kernels do not"
+        return (
+            "the model's own attention with a mask gives rows without keys what kernels do not (NaN, or equal weights)"
+        )
 
     def emit(
         self, emit: Callable[..., fx.Node], tensors: Mapping[str, Any], other: Callable[[fx.Node], fx.Node]
@@ -242,7 +245,7 @@ def _values(weights: fx.Node, product: fx.Node, flipped: bool) -> _Found | None:
         return None
     a, b = product.args[:2][:: -1 if flipped else 1]
     rank = len(_shape(b))
-    if a is not weights or b is weights or len(_shape(a)) != rank:
+    if a is not weights or b is weights or not _broadcasts(b, _shape(product)) or not _same_lead(a, product):
         return None
     swapped = (*range(rank - 2), rank - 1, rank - 2)
     straight = tuple(range(rank))
@@ -270,6 +273,11 @@ def _terms(product: fx.Node) -> tuple[str, str, str] | None:
     if not arrow or "." in left + out or left.count(",") != 1 or len(set(given["tensors"])) != 2:
         return None
     terms = (*left.split(","), out)
+    sizes: dict[str, int] = {}
+    for term, operand in zip(terms, given["tensors"], strict=False):
+        for letter, size in zip(term, _shape(operand), strict=False):
+            if sizes.setdefault(letter, size) != size:  # one is broadcast
+                return None
     return terms if all(len(set(t)) == len(t) for t in terms) else None  # type: ignore[return-value]
 
 
@@ -335,7 +343,8 @@ def _scaled(node: fx.Node, found: _Found) -> Any:
         return a
     factor = tensor_of(b)
     lead = _shape(node)[:-2]
-    if factor is None or not factor.dtype.is_floating_point or _shape(a) != _shape(node):
+    scores = tensor_of(a)
+    if factor is None or scores is None or factor.dtype != scores.dtype or scores.shape != tensor_of(node).shape:  # type: ignore[union-attr]
         return None
     if any(n != 1 for n in factor.shape[-2:]) or (found.masks and lead != found.lead):
         return None
@@ -355,8 +364,21 @@ def _keys(product: fx.Node, found: _Found) -> bool:
     else:
         q, k = product.args[:2]  # type: ignore[assignment]
     rank = len(_shape(q))
+    if not all(_broadcasts(x, _shape(product)) for x in (q, k)) or not (
+        _same_lead(q, product) or _same_lead(k, product)
+    ):
+        return False
     found.q, found.k = _View(q, tuple(range(rank))), _View(k, (*range(rank - 2), rank - 1, rank - 2))
-    return rank == len(_shape(k)) and rank >= 2
+    return rank >= 2
+
+
+def _same_lead(x: Any, product: fx.Node) -> bool:
+    return _shape(x)[:-2] == _shape(product)[:-2]
+
+
+def _broadcasts(x: Any, shape: tuple[int, ...]) -> bool:
+    """Has it the leading dims of ``shape``, or 1 in their place?"""
+    return len(_shape(x)) == len(shape) and all(a in (1, b) for a, b in zip(_shape(x)[:-2], shape[:-2], strict=True))
 
 
 def _keys_by_letters(product: fx.Node, found: _Found) -> bool:
@@ -403,7 +425,8 @@ def _replace(graph: fx.Graph, softmax: fx.Node, found: _Found) -> None:
     def combined(masks: list[_Mask]) -> fx.Node | None:
         """One mask: true where scores are kept, or what is added to them."""
         if len(masks) == 1 and masks[0].fill is not None:
-            return masks[0].node if masks[0].keep else emit(aten.logical_not.default, masks[0].node)
+            node = two_dims(masks[0].node)
+            return node if masks[0].keep else emit(aten.logical_not.default, node)
         total: fx.Node | None = None
         for m in masks:
             if m.fill is not None:
@@ -412,8 +435,11 @@ def _replace(graph: fx.Graph, softmax: fx.Node, found: _Found) -> None:
                 added = emit(aten.where.ScalarOther, kept, zero, -math.inf)
             else:
                 added = m.node if m.scale == 1 else emit(aten.mul.Tensor, m.node, m.scale)
-            total = added if total is None else emit(aten.add.Tensor, total, added)
+            total = two_dims(added) if total is None else emit(aten.add.Tensor, total, added)
         return total
+
+    def two_dims(x: fx.Node) -> fx.Node:
+        return shaped(x, (1,) * (2 - len(_shape(x))) + _shape(x))
 
     with graph.inserting_before(last):
         q, k, v = canonical(found.q), canonical(found.k), canonical(found.v)
@@ -422,7 +448,7 @@ def _replace(graph: fx.Graph, softmax: fx.Node, found: _Found) -> None:
         mask = combined(found.masks)
         fill = found.masks[0].filled if len(found.masks) == 1 else None
         call = emit(ops.attention_call._opoverload, q, k, v, mask, 0.0, False, float(found.scale))
-        call.meta["captured_call"] = HandwrittenCall(float(found.scale), found.dtype, fill)  # type: ignore[arg-type]
+        call.meta["captured_call"] = HandwrittenCall(float(found.scale), found.dtype, fill, mask is not None)  # type: ignore[arg-type]
         call.meta["softmax"] = softmax.name
         want = _shape(last)
         natural = want if found.out is None else [want[found.out.index(i)] for i in range(len(want))]

@@ -70,7 +70,8 @@ def infer(graph: fx.Graph, sites: Sequence[Site], policy: Policy) -> Inference:
         if q == REPLICATED and site.num_query_tokens >= max(policy.min_tokens, 2):
             search.want_query(site)
             found = search.settle()
-    _check_random(graph, found)
+    if not policy.may_draw:
+        _refuse_random(graph, found)
     return found
 
 
@@ -194,6 +195,8 @@ class _Forward:
         return layout
 
     def plan(self, call: Call, layouts: list[Layout]) -> Plan:
+        if is_random(call.node):
+            return self.regather(call, "it draws random numbers, which every rank does in full and alike")
         rule = rule_for(call.node.target)
         if rule is None:
             return self.regather(call, f"{call.node.target} has no rule")
@@ -280,8 +283,8 @@ def is_random(node: fx.Node) -> bool:
     return True
 
 
-def _check_random(graph: fx.Graph, found: Inference) -> None:
-    """Refuse random numbers that meet sharded values: each rank would draw its own."""
+def _refuse_random(graph: fx.Graph, found: Inference) -> None:
+    """Refuse random numbers that meet sharded values, when nobody compares the ranks' generators."""
     drawn: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         source = node if is_random(node) else next((drawn[n] for n in node.all_input_nodes if n in drawn), None)
@@ -290,8 +293,9 @@ def _check_random(graph: fx.Graph, found: Inference) -> None:
         drawn[node] = source
         plan = found.plans.get(node)
         meets = plan is not None and any(isinstance(x, Sharded) for x in (*plan.operands, *plan.outputs))
-        if meets or node in found.whole:
+        if meets or node in found.whole or node in found.regathered:
             raise UnsupportedGraphError(
-                f"{place(source)}: `{source.target}` draws random numbers that reach sharded tokens, and every rank "
-                "would draw its own. Draw them outside the compiled model and pass them in, or call model.eval()."
+                f"{place(source)}: `{source.target}` draws random numbers that reach sharded tokens, and with "
+                "check='off' nobody compares the ranks' generators. Leave check on, draw them outside the compiled "
+                "model and pass them in, or call model.eval()."
             )

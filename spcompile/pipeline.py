@@ -18,7 +18,7 @@ from spcompile.dump import dump, layouts, readable, trace
 from spcompile.errors import UnsupportedGraphError
 from spcompile.exchanges import Policy
 from spcompile.handwritten import canonicalise_handwritten
-from spcompile.infer import Inference, infer
+from spcompile.infer import Inference, infer, is_random
 from spcompile.overlap import overlap
 from spcompile.recognise import canonicalise
 from spcompile.report import Report
@@ -36,13 +36,14 @@ Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 class Distributed:
     """The local graph as a module for the inner compiler, what was done, and the inputs it was made for.
 
-    ``subclasses`` says how Dynamo's inputs become the module's.
+    ``subclasses`` says how Dynamo's inputs become the module's. ``draws``: the graph draws random numbers.
     """
 
     module: fx.GraphModule
     report: Report
     signature: str
     subclasses: Subclasses
+    draws: bool
 
     def compiled(
         self, compiler: Callable[..., Callable[..., Any]], example_inputs: Sequence[Any]
@@ -60,9 +61,10 @@ class Distributed:
         return {tuple(n.args[-2]) for n in nodes}
 
     @property
-    def digest(self) -> str:
-        """What all ranks must agree on."""
-        return hashlib.sha256(f"{self.module.code}\n{self.signature}".encode()).hexdigest()
+    def facts(self) -> dict[str, str]:
+        """What all ranks must agree on, by name."""
+        code = hashlib.sha256(self.module.code.encode()).hexdigest()[:16]
+        return {"inputs": self.signature, "rewritten graph": code}
 
 
 def distribute(
@@ -97,7 +99,8 @@ def distribute(
     if not sites:
         return None
     _require_inference(captured, sites, example_inputs)
-    found = infer(captured.graph, sites, Policy(degree, config.mesh, config.kernel, config.min_tokens))
+    policy = Policy(degree, config.mesh, config.kernel, config.min_tokens, may_draw=config.check != "off")
+    found = infer(captured.graph, sites, policy)
     log.info("infer: %d calls on chunks, %d on gathered values", len(found.plans), len(found.regathered))
     _require_exact(sites, found)
     rewritten = rewrite(captured, sites, found, degree=degree, group=group)
@@ -113,15 +116,15 @@ def distribute(
     require_distributed(sites, rewritten.report)
     if config.strict:
         require_strict(rewritten.report)
-    return Distributed(
-        _for_inner(captured, dynamo, rewritten), rewritten.report, _signature(captured.graph), captured.subclasses
-    )
+    module = _for_inner(captured, dynamo, rewritten)
+    draws = any(map(is_random, captured.graph.nodes))
+    return Distributed(module, rewritten.report, _signature(captured.graph), captured.subclasses, draws)
 
 
 def _signature(graph: fx.Graph) -> str:
     """Shape, dtype and kind of device of every input."""
     values = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
-    return "\n".join(f"{list(v.shape)} {v.dtype} {v.device.type}" for v in values if isinstance(v, Tensor))
+    return ", ".join(f"{list(v.shape)} {v.dtype} {v.device.type}" for v in values if isinstance(v, Tensor))
 
 
 def _require_inference(captured: Captured, sites: Sequence[Site], example_inputs: Sequence[Any]) -> None:

@@ -63,6 +63,8 @@ class Report:
 
     ``untouched`` are graphs in which no attention was recognised: each rank computes all of them.
 
+    ``verified`` are the largest differences that ``verify="first"`` found, one per output of each graph that ran.
+
     ``unshards`` are the all-gathers by which results leave the sharded region, ``unshard_bytes`` what a rank
     sends for them per step.
     """
@@ -76,6 +78,7 @@ class Report:
     unshards: int = 0
     unshard_bytes: int = 0
     untouched: int = 0
+    verified: list[float] = field(default_factory=list)
 
     def add(self, other: Report) -> None:
         """Count another graph's report in."""
@@ -88,6 +91,7 @@ class Report:
         self.unshards += other.unshards
         self.unshard_bytes += other.unshard_bytes
         self.untouched += other.untouched
+        self.verified += other.verified
 
     @property
     def collectives(self) -> int:
@@ -127,6 +131,7 @@ class Report:
             f"{_count(self.unshards, 'unshard')}, {_count(len(self.reductions), 'reduction')}, "
             f"{_count(len(self.regathers), 'regather')}"
             + (f"; {_count(self.untouched, 'graph')} without attention on every rank" if self.untouched else "")
+            + (f"; verified, largest difference {max(self.verified):.1e}" if self.verified else "")
         )
 
 

@@ -231,12 +231,12 @@ class _Emitter:
         """A call that becomes several, and what those send."""
         assert plan.build is not None
         self.sent = self.collectives = 0
-        operands = Call(node, self.degree, lambda key, n: (Segment(n),)).operands
-        layouts = dict(zip(operands, plan.operands, strict=True))
-        given = {
-            name: fx.map_arg(value, lambda n: self.value(n, layouts[n]) if n in layouts else self.plain[n])
-            for name, value in bind(node).items()
-        }
+        layouts = iter(plan.operands)  # each occurrence of an operand on its own
+
+        def local(n: fx.Node) -> fx.Node:
+            return self.plain[n] if tensor_of(n) is None else self.value(n, next(layouts))
+
+        given = {name: fx.map_arg(value, local) for name, value in bind(node).items()}
         new = plan.build(self, given)
         if isinstance(new, list):
             self.several[node] = new

@@ -2,6 +2,7 @@
 
 - ``flex_attention`` that modifies nothing is ``scaled_dot_product_attention``. Its block mask is built by vmap,
   which the capture cannot trace; where the mask hides nothing it goes too.
+- ``nn.TransformerEncoderLayer`` calls one fused op in eval mode. It is written out.
 - ``nn.MultiheadAttention`` computes its weights by hand if asked for them, and it is by default. Where nobody uses
   them it is not asked.
 """
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.attention.flex_attention
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 from torch._functorch import predispatch
 from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE
 
@@ -69,9 +70,50 @@ def _simpler(module: fx.GraphModule, node: fx.Node) -> Callable[[fx.Node], None]
     """What to do to the copy of a node, if anything."""
     if node.target is flex_attention and _modifies_nothing(module, node):
         return _as_sdpa
+    if node.target is torch._transformer_encoder_layer_fwd:
+        return _written_out
     if node.target is F.multi_head_attention_forward and node.kwargs.get("need_weights", True) and _only_first(node):
         return _without_weights
     return None
+
+
+def _written_out(node: fx.Node) -> None:
+    node.target = _encoder_layer
+
+
+def _encoder_layer(
+    x: Tensor, width: int, heads: int, qkv_weight: Tensor, qkv_bias: Tensor, out_weight: Tensor, out_bias: Tensor,
+    use_gelu: bool, norm_first: bool, eps: float, weight_1: Tensor, bias_1: Tensor, weight_2: Tensor, bias_2: Tensor,
+    up_weight: Tensor, up_bias: Tensor, down_weight: Tensor, down_bias: Tensor,
+    mask: Tensor | None = None, mask_type: int | None = None,
+) -> Tensor:  # fmt: skip
+    """What ``torch._transformer_encoder_layer_fwd`` computes. x [B, S, C]; ``mask`` is true, or -inf, where keys hide.
+
+    ``mask_type``: 0 [S, S], 1 [B, S] of keys, 2 [B, H, S, S].
+    """
+
+    def attend(x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (heads, -1)).transpose(1, 2) for y in F.linear(x, qkv_weight, qkv_bias).chunk(3, -1))
+        keep = mask.logical_not() if mask is not None and mask.dtype == torch.bool else mask
+        keep = keep[:, None, None] if keep is not None and mask_type == 1 else keep
+        out = F.scaled_dot_product_attention(q, k, v, keep)
+        return F.linear(out.transpose(1, 2).flatten(2), out_weight, out_bias)
+
+    def feed_forward(x: Tensor) -> Tensor:
+        y = F.linear(x, up_weight, up_bias)
+        return F.linear(F.gelu(y) if use_gelu else F.relu(y), down_weight, down_bias)
+
+    def norm_1(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (width,), weight_1, bias_1, eps)
+
+    def norm_2(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (width,), weight_2, bias_2, eps)
+
+    if norm_first:
+        x = x + attend(norm_1(x))
+        return x + feed_forward(norm_2(x))
+    x = norm_1(x + attend(x))
+    return norm_2(x + feed_forward(x))
 
 
 def _only_first(node: fx.Node) -> bool:

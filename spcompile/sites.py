@@ -96,7 +96,8 @@ def names_attention(dynamo: fx.GraphModule) -> bool:
 
 def _names_attention(node: fx.Node) -> bool:
     name = str(node.target)
-    return "attention" in name or "softmax" in name or adapter_of(node) is not None
+    called = any(word in name for word in ("attention", "softmax", "transformer_encoder_layer"))
+    return called or adapter_of(node) is not None
 
 
 def bodies(node: fx.Node) -> list[fx.GraphModule]:

@@ -102,7 +102,7 @@ def test_dynamic_shapes_are_right_under_inductor():
 def test_ranks_with_different_shapes_are_all_told_and_go_on():
     for result in measured(2, "different_shapes"):
         assert {"RankMismatchError", "SPError", "RuntimeError"} <= set(result["raised"])
-        assert "ranks [0] / [1] differ" in result["text"]
+        assert all(f"on rank {rank}" in result["text"] for rank in (0, 1))
         assert result["off"] < 1e-13
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from spcompile.call import Call
+from spcompile.call import Call, tensor_of
 from spcompile.layout import REPLICATED, Layout, Segment, Sharded, missing_cuts
 from spcompile.rules import names
 from spcompile.rules.base import Build, Carry, Name, Names, Plan, Rule, by_size
@@ -50,6 +50,12 @@ def _cheaper_reduced(call: Call, sharded: Sequence[int]) -> bool:
 def _value_dtype(call: Call, output: int = 0) -> torch.dtype:
     value: Any = call.node.meta["val"]
     return (value[output] if isinstance(value, (tuple, list)) else value).dtype
+
+
+def _is_real(call: Call) -> bool:
+    """Are operand and result floating point, not complex?"""
+    operand: torch.Tensor = call.operands[0].meta["val"]
+    return operand.dtype.is_floating_point and _value_dtype(call).is_floating_point
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -88,17 +94,15 @@ class Contract:
         if not alone or not _cheaper_reduced(call, sharded):
             return None
         operands = tuple(lead.at(dims.index(name)) if name in dims else REPLICATED for dims in ins)
-        layouts = dict(zip(call.operands, operands, strict=True))
         schema = [a.name for a in call.node.target._schema.arguments if not a.kwarg_only]  # type: ignore[union-attr]
 
         def build(b: Build, given: dict[str, Any]) -> fx.Node:
+            layouts = dict(zip(_tensors(given), operands, strict=True))  # chunks of one value, cut otherwise, are two
+
             def masked(n: fx.Node) -> fx.Node:
-                lay = layouts.get(originals.get(n))  # type: ignore[arg-type]
+                lay = layouts.get(n, REPLICATED)
                 return b.filled(n, lay, 0.0) if isinstance(lay, Sharded) else n
 
-            originals = {}
-            for old, new in zip(_nodes(call.arguments), _nodes(given), strict=True):
-                originals[new] = old
             bias = given.get(self.bias) if self.bias else None
             args = [fx.map_arg(given[a], masked) for a in schema if a != self.bias]
             total = b.all_reduce(b.emit(call.node.target, *args), "sum")
@@ -110,10 +114,11 @@ class Contract:
         return Carry(self._carried).backward(call, output, want)
 
 
-def _nodes(arguments: dict[str, Any]) -> list[fx.Node]:
+def _tensors(arguments: dict[str, Any]) -> list[fx.Node]:
+    """The tensors among arguments, in order, each as often as it is there."""
     found: list[fx.Node] = []
     for value in arguments.values():
-        fx.map_arg(value, found.append)
+        fx.map_arg(value, lambda n: found.append(n) if tensor_of(n) is not None else None)
     return found
 
 
@@ -184,7 +189,7 @@ def anywhere(call: Call, layouts: Sequence[Layout]) -> Plan | None:
         x = b.cast(b.filled(true, lay, float(every)), torch.uint8)
         op = aten.amin.default if every else aten.amax.default
         part = b.emit(op, x, reduced, _kept(call))
-        return b.cast(b.all_reduce(part, "min" if every else "max"), torch.bool)
+        return b.cast(b.all_reduce(part, "min" if every else "max"), _value_dtype(call))
 
     return _partial_plan(call, lay, build)
 
@@ -192,7 +197,7 @@ def anywhere(call: Call, layouts: Sequence[Layout]) -> Plan | None:
 def log_sum_exp(call: Call, layouts: Sequence[Layout]) -> Plan | None:
     """logsumexp: merged by the largest part."""
     found = _over_tokens(call, layouts)
-    if found is None or not _value_dtype(call).is_floating_point:
+    if found is None or not _is_real(call):
         return None
     (lay, reduced), dtype = found, _value_dtype(call)
 
@@ -212,7 +217,7 @@ def length(call: Call, layouts: Sequence[Layout]) -> Plan | None:
     """linalg_vector_norm of order two."""
     found = _over_tokens(call, layouts)
     dtype = _value_dtype(call)
-    if found is None or call.arguments["ord"] != 2 or not dtype.is_floating_point:
+    if found is None or call.arguments["ord"] != 2 or not _is_real(call):
         return None
     lay, reduced = found
 
@@ -228,7 +233,7 @@ def spread(call: Call, layouts: Sequence[Layout]) -> Plan | None:
     """var, std, and with the mean beside them: two passes, as torch does."""
     found = _over_tokens(call, layouts)
     dtype = _value_dtype(call)
-    if found is None or not dtype.is_floating_point:
+    if found is None or not _is_real(call):
         return None
     lay, reduced = found
     correction = call.arguments.get("correction")

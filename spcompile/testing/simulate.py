@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from spcompile import ops
 from spcompile.config import Config, make_config
 from spcompile.errors import SPConfigError, through_dynamo
+from spcompile.infer import is_random
 from spcompile.pipeline import distribute
 from spcompile.report import Report, warn_of_regathers
 
@@ -143,7 +144,8 @@ def _config(sp: int | None, options: dict[str, Any]) -> Config:
     if options.pop("mesh", None) is not None:
         raise SPConfigError("a simulation needs no process group; leave mesh= out")
     defaults = {"ulysses": None, "ring": None, "kv_gather": None, "kernel": "auto", "options": None,
-                "strict": False, "min_tokens": 1, "dump": None}  # fmt: skip
+                "strict": False, "min_tokens": 1, "dump": None,
+                "check": "first", "verify": "off", "timeout": None}  # fmt: skip
     config = make_config(sp, inner="eager", **(defaults | options))
     if config.degree is None:
         raise SPConfigError("a simulation needs a number of ranks: sp=2, for example")
@@ -214,7 +216,17 @@ class _Lockstep:
         if all(env[n][r] is env[n][0] for n in node.all_input_nodes for r in range(self.degree)):
             args, kwargs = per_rank[0]  # the same call on every rank, random draws included
             return [target(*args, **kwargs)] * self.degree
+        if is_random(node):
+            return [self.drawn(target, args, kwargs, torch.get_rng_state(), last=r == self.degree - 1)
+                    for r, (args, kwargs) in enumerate(per_rank)]  # fmt: skip
         return [target(*args, **kwargs) for args, kwargs in per_rank]
+
+    def drawn(self, target: Any, args: Any, kwargs: Any, state: Tensor, last: bool) -> Any:
+        """One rank's draw. Each has a generator of its own, and all are in the same state."""
+        result = target(*args, **kwargs)
+        if not last:
+            torch.set_rng_state(state)
+        return result
 
 
 def _of_rank(arguments: Any, env: Mapping[fx.Node, list[Any]], rank: int) -> Any:

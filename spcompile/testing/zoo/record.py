@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ NOTES = {
 }
 """What a user of a class should know, by short name."""
 
+OUTSIDE = ("mochi", "wananimate2")
+"""Classes that keep their main attention out of Dynamo's graphs."""
+
 
 @dataclass(frozen=True)
 class Record:
@@ -52,7 +56,8 @@ class Record:
     @property
     def distributed(self) -> bool:
         """Is attention, or what stands in its place, computed on chunks?"""
-        return any(count for kind, count in self.sites.items() if kind not in ("replicated",)) and not self.refused
+        shared = any(count for kind, count in self.sites.items() if kind != "replicated")
+        return shared and not self.refused and self.name not in OUTSIDE
 
 
 def difference(got: object, want: object) -> float:
@@ -141,7 +146,8 @@ def table(records: Iterable[Record]) -> str:
 def line(r: Record, mark: str = "") -> str:
     """One row."""
     if r.refused:
-        return f"| {r.cls}{mark} | refused: {r.refused.splitlines()[0]} | | | | |"
+        why = re.sub(r"\(/\S*/", "(", r.refused.splitlines()[0])
+        return f"| {r.cls}{mark} | refused: {why} | | | | |"
     sites = ", ".join(f"{count} {kind}" for kind, count in sorted(r.sites.items())) or "none"
     regathers = f"{r.regathers} ({r.between})" if r.regathers else "0"
     graphs = f"{r.graphs}" + (f" + {r.untouched}" if r.untouched else "")

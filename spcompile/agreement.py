@@ -1,0 +1,242 @@
+"""What ranks must agree on: the graph before it first runs, and the values they are given.
+
+Graphs are compared through the group's store, not by a collective: a rank that is busy elsewhere, or gone, must not
+hang the others. Values are compared by digests, one small all-gather.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from spcompile.errors import RankMismatchError, VerificationError
+
+_rounds: Counter[str] = Counter()
+"""How many graphs were agreed on, by name of the group: all ranks count alike."""
+
+
+def agree(group: dist.ProcessGroup, facts: Mapping[str, str], what: str, timeout: float | None = None) -> None:
+    """Compare ``facts`` with those of all ranks of the group. Every rank gets here, or an error.
+
+    Args:
+        group: ranks that compile the same graphs in the same order.
+        facts: what must be equal, by name.
+        what: names the graph in errors.
+        timeout: seconds to wait for the others; None: the group's own timeout.
+    Raises:
+        RankMismatchError: on every rank, with what differs; or on those that are here, if a rank does not come.
+    """
+    if dist.get_backend(group) == "fake":
+        return
+    store, rank, size = _get_process_group_store(group), group.rank(), group.size()
+    turn = _rounds[group.group_name]
+    _rounds[group.group_name] += 1
+    keys = [f"spcompile/{turn}/{r}" for r in range(size)]
+    store.set(keys[rank], json.dumps(dict(facts)))
+    wait = timedelta(seconds=timeout) if timeout is not None else _timeout_of(group)
+    try:
+        store.wait(keys, wait)
+    except dist.DistStoreError as error:
+        missing = [r for r, key in enumerate(keys) if not store.check([key])]
+        raise RankMismatchError(
+            f"rank {_list(missing)} of the group did not compile {what} within {wait.total_seconds():g} s: it runs a "
+            "graph that it has already, failed, or never called the model. Every rank must make the same calls in the "
+            "same order"
+        ) from error
+    everyone = [json.loads(store.get(key)) for key in keys]
+    if turn:  # all have read the round before, since all are here
+        store.delete_key(f"spcompile/{turn - 1}/{rank}")
+    if any(other != everyone[0] for other in everyone):
+        raise RankMismatchError(
+            f"the ranks compiled different graphs for {what}:\n{_differences(everyone)}\n"
+            "Call the model with inputs of the same shapes, dtypes and options on every rank, in the same order"
+        )
+
+
+def decline(group: dist.ProcessGroup, reason: str) -> None:
+    """Tell the others that this rank refuses the graph, so that none waits for it."""
+    if dist.get_backend(group) == "fake":
+        return
+    turn = _rounds[group.group_name]
+    _rounds[group.group_name] += 1
+    _get_process_group_store(group).set(f"spcompile/{turn}/{group.rank()}", json.dumps({"refused": reason}))
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError):
+            return group._get_backend(torch.device(device)).options._timeout
+    return timedelta(minutes=30)
+
+
+def _list(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _differences(everyone: Sequence[Mapping[str, str]]) -> str:
+    """A line for each fact that differs: who has what."""
+    lines = []
+    for name in sorted({name for facts in everyone for name in facts}):
+        by_value: dict[str, list[int]] = {}
+        for rank, facts in enumerate(everyone):
+            by_value.setdefault(facts.get(name, "nothing"), []).append(rank)
+        if len(by_value) > 1:
+            told = "; ".join(f"{value} on rank {_list(ranks)}" for value, ranks in by_value.items())
+            lines.append(f"  {name}: {told}")
+    return "\n".join(lines)
+
+
+# ---- values
+
+
+def digest(x: Tensor) -> Tensor:
+    """A 64-bit digest of a tensor's bytes, in order; int64 scalar on the tensor's device. NaN counts like any bits."""
+    raw = x.detach().contiguous().view(-1).view(torch.uint8) if x.numel() else x.new_zeros(1, dtype=torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for number, part in enumerate(raw.split(_BLOCK)):
+        padded = torch.nn.functional.pad(part, (0, -part.numel() % 8)).view(torch.int64)
+        places = torch.arange(1, 2 * padded.numel(), 2, dtype=torch.int64, device=x.device) * _ODD
+        total = total * _ODD + ((padded ^ (padded >> 29)) * places).sum() + number
+    return total
+
+
+_BLOCK = 1 << 26
+"""Bytes that are looked at together."""
+_ODD = 0x9E3779B97F4A7C1 | 1
+
+
+class SameInputs:
+    """Calls ``compiled``, and compares the inputs of all ranks before the first call, or before each.
+
+    ``names`` are the inputs as the user knows them. ``draws``: the graph draws random numbers, so generators count.
+    """
+
+    def __init__(
+        self, compiled: Callable[..., Any], group: dist.ProcessGroup, names: Sequence[str], draws: bool, always: bool
+    ) -> None:
+        self.compiled, self.group, self.names, self.draws, self.always = compiled, group, names, draws, always
+        self.checked = False
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self.always or not self.checked:
+            self.compare(inputs)
+            self.checked = True
+        return self.compiled(*inputs)
+
+    def compare(self, inputs: Sequence[Any]) -> None:
+        """Raises `RankMismatchError` on every rank if an input differs."""
+        named = [(n, x) for n, x in zip(self.names, inputs, strict=True) if isinstance(x, Tensor)]
+        tensors = [x for _, x in named]
+        names = [n for n, _ in named]
+        if self.draws:
+            names.append(_GENERATOR)
+            tensors.append(_generator_state(tensors))
+        device = "cuda" if "nccl" in dist.get_backend(self.group) else "cpu"
+        mine = torch.stack([digest(x).to(device) for x in tensors])
+        everyone = [torch.empty_like(mine) for _ in range(self.group.size())]
+        dist.all_gather(everyone, mine, group=self.group)
+        differ = [i for i, name in enumerate(names) if any(other[i] != everyone[0][i] for other in everyone)]
+        if differ:
+            raise RankMismatchError(_unequal(names, differ, everyone))
+
+
+_GENERATOR = "the random generator"
+
+
+def _generator_state(tensors: Sequence[Tensor]) -> Tensor:
+    cuda = any(x.is_cuda for x in tensors)
+    return torch.cuda.get_rng_state() if cuda else torch.get_rng_state()
+
+
+def _unequal(names: Sequence[str], differ: Sequence[int], everyone: Sequence[Tensor]) -> str:
+    first = differ[0]
+    groups: dict[int, list[int]] = {}
+    for rank, values in enumerate(everyone):
+        groups.setdefault(int(values[first]), []).append(rank)
+    ranks = " / ".join(f"rank {_list(r)}" for r in groups.values())
+    others = f" (and {len(differ) - 1} more: {', '.join(names[i] for i in differ[1:4])})" if len(differ) > 1 else ""
+    if names[first] == _GENERATOR:
+        return (
+            f"the model draws random numbers, and the generators of {ranks} differ: every rank would draw its own. "
+            "Call torch.manual_seed with the same seed on every rank before the model, or draw outside and pass it in"
+        )
+    if names[first].startswith("model."):
+        help = "Load the same checkpoint, or call torch.manual_seed with the same seed, before the model is built"
+    else:
+        help = (
+            "Every rank must pass the same full tensor. If it is noise, draw it with the same seed on every rank "
+            "(torch.manual_seed(0), or generator=torch.Generator().manual_seed(0)), or draw it once and "
+            "torch.distributed.broadcast it"
+        )
+    return f"`{names[first]}`{others} differs between ranks: {ranks}. {help}. check='off' skips this comparison"
+
+
+def input_names(dynamo: fx.GraphModule) -> list[str]:
+    """Dynamo's inputs as the user knows them: ``hidden_states``, ``model.proj.weight``."""
+    return [_name_of(n) for n in dynamo.graph.find_nodes(op="placeholder")]
+
+
+def _name_of(node: fx.Node) -> str:
+    source = getattr(node, "_dynamo_source", None)
+    text = source.name if source is not None else node.name
+    text = text() if callable(text) else text
+    for found, put in (("L['self']", "model"), ("._modules", ""), ("._parameters", ""), ("._buffers", "")):
+        text = text.replace(found, put)
+    text = text.removeprefix("L['").replace("']", "", 1) if text.startswith("L['") else text
+    return text.replace("['", ".").replace("']", "")
+
+
+# ---- against the unsharded graph
+
+
+class Verified:
+    """Calls ``compiled``; the first call also runs ``whole``, the graph as it was, and compares.
+
+    ``keep(error)`` gets the largest difference as a share of the largest value.
+    """
+
+    def __init__(self, compiled: Callable[..., Any], whole: Callable[..., Any], keep: Callable[[float], None]) -> None:
+        self.compiled, self.whole, self.keep = compiled, whole, keep
+        self.done = False
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self.done:
+            return self.compiled(*inputs)
+        copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in inputs]
+        out = self.compiled(*inputs)
+        want = self.whole(*copies)
+        self.done = True
+        pairs = zip(pytree.tree_leaves(out), pytree.tree_leaves(want), strict=True)
+        for index, (got, expected) in enumerate(p for p in pairs if isinstance(p[1], Tensor)):
+            self.compare(index, got, expected)
+        return out
+
+    def compare(self, index: int, got: Tensor, want: Tensor) -> None:
+        if not want.numel():
+            return
+        if want.is_complex():
+            got, want = torch.view_as_real(got), torch.view_as_real(want)
+        a, b = got.double(), want.double()
+        scale = float(b.abs().nan_to_num(0.0, 0.0, 0.0).max()) or 1.0
+        error = float(((a - b).abs() / scale).nan_to_num(0.0).max())
+        self.keep(error)
+        bound = TOLERANCE.get(want.dtype, 0.0)
+        if error > bound or not torch.equal(a.isnan(), b.isnan()):
+            raise VerificationError(
+                f"output {index} differs from the unsharded graph by {error:.1e} of its largest value; {bound:.0e} is "
+                f"rounding in {want.dtype}. This is a defect of spcompile; please report it, with dump= of the graph"
+            )
+
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.01}
+"""Largest difference between two orders of summing, as a share of the largest value; other dtypes must be equal."""
