@@ -126,3 +126,43 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     return scores.softmax(-1).nan_to_num(0) @ v
+
+
+def all_reduce(xs: Sequence[Tensor], how: str) -> list[Tensor]:
+    """The sum, or the largest or smallest entry, on every rank."""
+    every = torch.stack(list(xs))
+    total = every.sum(0, dtype=xs[0].dtype) if how == "sum" else every.amax(0) if how == "max" else every.amin(0)
+    return [total.clone() for _ in xs]
+
+
+def fill_padding(xs: Sequence[Tensor], dim: int, layout: Sequence[int], fill: float) -> list[Tensor]:
+    """Every rank's chunk with ``fill`` in place of padding."""
+    outer, inner, *segments = layout
+    found = []
+    for rank, x in enumerate(xs):
+        real: list[bool] = []
+        for n in segments:
+            size, place = -(-abs(n) // len(xs)), rank if n >= 0 else len(xs) - 1 - rank
+            real += [place * size + i < abs(n) for i in range(size)]
+        keep = torch.tensor(real, dtype=torch.bool).repeat_interleave(inner).repeat(outer)
+        rows = x.movedim(dim, 0).clone()
+        rows[~keep] = fill
+        found.append(rows.movedim(0, dim).contiguous())
+    return found
+
+
+def cumsum(xs: Sequence[Tensor], dim: int, layout: Sequence[int], mesh: Sequence[int]) -> list[Tensor]:
+    """The running sum of the whole dim, cut again."""
+    total = whole(xs, dim, layout)
+    return shard(total.cumsum(dim, dtype=total.dtype), dim, layout, mesh)
+
+
+def halo(xs: Sequence[Tensor], dim: int, layout: Sequence[int], before: int, after: int) -> list[Tensor]:
+    """Every rank's chunk with the rows around it, of the whole dim with zeros before, behind and for padding."""
+    size = xs[0].shape[dim]
+    rows = whole(xs, dim, layout).movedim(dim, 0)
+    rows = torch.cat([rows, rows.new_zeros(len(xs) * size - len(rows), *rows.shape[1:])])
+    zeros = [rows.new_zeros(n, *rows.shape[1:]) for n in (before, after)]
+    rows = torch.cat([zeros[0], rows, zeros[1]])
+    cut = [rows[r * size : r * size + before + size + after] for r in range(len(xs))]
+    return [c.movedim(0, dim).contiguous() for c in cut]

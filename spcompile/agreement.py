@@ -48,6 +48,8 @@ def agree(group: dist.ProcessGroup, facts: Mapping[str, str], what: str, timeout
         store.wait(keys, wait)
     except dist.DistStoreError as error:
         missing = [r for r, key in enumerate(keys) if not store.check([key])]
+        store.delete_key(keys[rank])  # as if this rank had not come either, so that turns stay alike
+        _rounds[group.group_name] = turn
         raise RankMismatchError(
             f"rank {_list(missing)} of the group did not compile {what} within {wait.total_seconds():g} s: it runs a "
             "graph that it has already, failed, or never called the model. Every rank must make the same calls in the "

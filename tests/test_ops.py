@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spcompile import ops
-from spcompile.ops import chunks, gathering, reference, wire
+from spcompile.ops import chunks, gathering, mixing, reference, wire
 from spcompile.ops.heads import HeadShare
 
 Cut = tuple[Sequence[int], int]
@@ -237,6 +237,36 @@ def mask_example(
     return Example(ops.local_mask, [args] * degree, [of_rank(r) for r in range(degree)])
 
 
+def _chunks(layout, mesh, dim=2, dtype=torch.float32, memory=_plain) -> list[Tensor]:
+    """Every rank's chunk of a tensor with a cut dim."""
+    shape = [2, 3, 4]
+    shape.insert(dim, chunks.global_extent(layout))
+    return [memory(x) for x in reference.shard(random(*shape, dtype=dtype), dim, layout, mesh)]
+
+
+def reduce_example(mesh=(1, 1, 2), how="sum", dtype=torch.float32, memory=_plain) -> Example:
+    xs = [memory(random(2, 3, 4, 5, dtype=dtype)) for _ in range(math.prod(mesh))]
+    return Example(ops.all_reduce, [(x, how, list(mesh)) for x in xs], reference.all_reduce(xs, how), tolerance=1e-5)
+
+
+def fill_example(layout=(2, 3, 5, -2), mesh=(1, 1, 2), fill=7.0, dtype=torch.float32, memory=_plain) -> Example:
+    xs = _chunks(layout, mesh, dtype=dtype, memory=memory)
+    args = [(x, 2, list(layout), fill, list(mesh)) for x in xs]
+    return Example(ops.fill_padding, args, reference.fill_padding(xs, 2, layout, fill))
+
+
+def cumsum_example(layout=(1, 1, 5, 2), mesh=(1, 1, 2), dtype=torch.float32, memory=_plain) -> Example:
+    xs = _chunks(layout, mesh, dtype=dtype, memory=memory)
+    args = [(x, 2, list(layout), list(mesh)) for x in xs]
+    return Example(ops.cumsum, args, reference.cumsum(xs, 2, layout, mesh), tolerance=1e-4)
+
+
+def halo_example(layout=(1, 1, 9), mesh=(1, 1, 2), around=(1, 1), dtype=torch.float32, memory=_plain) -> Example:
+    xs = _chunks(layout, mesh, dtype=dtype, memory=memory)
+    args = [(x, 2, list(layout), *around, list(mesh)) for x in xs]
+    return Example(ops.halo, args, reference.halo(xs, 2, layout, *around))
+
+
 EXAMPLES: dict[str, Callable[..., Example]] = {
     "shard": shard_example,
     "unshard": unshard_example,
@@ -245,12 +275,16 @@ EXAMPLES: dict[str, Callable[..., Example]] = {
     "kv_gather": gather_example,
     "attention": attention_example,
     "local_mask": mask_example,
+    "all_reduce": reduce_example,
+    "fill_padding": fill_example,
+    "cumsum": cumsum_example,
+    "halo": halo_example,
 }
 MESHES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (3, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
 
 every_op = pytest.mark.parametrize("make", EXAMPLES.values(), ids=EXAMPLES.keys())
 every_op_that_sends = pytest.mark.parametrize(
-    "make", [m for name, m in EXAMPLES.items() if name not in ("shard", "local_mask")]
+    "make", [m for name, m in EXAMPLES.items() if name not in ("shard", "local_mask", "fill_padding")]
 )
 every_mesh = pytest.mark.parametrize("mesh", MESHES, ids=lambda m: "x".join(map(str, m)))
 alone = (1, 1, 1)
@@ -543,6 +577,11 @@ REFUSED = {
     "rows of the mask": (_with(attention_example(), mask=torch.ones(7, 7)), "mask has 7 rows for 4 queries"),
     "a mask of one dim": (_with(mask_example(), mask=torch.ones(7)), r"mask has shape \(7,\): want \[..., queries, ke"),
     "rows to cut": (_with(mask_example(), mask=torch.ones(5, 7)), "mask has 5 rows for 7 queries"),
+    "how to reduce": (_with(reduce_example(), how="mean"), "all_reduce by 'mean': want 'sum', 'max' or 'min'"),
+    "length to fill": (_with(fill_example(), layout=[1, 1, 9]), "makes 1 of 2 chunks 5 long, the tensor has"),
+    "groups to sum": (_with(cumsum_example((1, 1, 6)), layout=[2, 1, 3]), "want one token after the other"),
+    "runs with neighbours": (_with(halo_example(), layout=[1, 1, 5, 4]), "want chunks of neighbours one after the"),
+    "rows with neighbours": (_with(halo_example(), before=9), "9 rows before and 1 after of chunks of 5"),
     "nothing to cut": (_with(mask_example(), mask=torch.ones(1, 7)), "every rank needs the whole mask"),
 }
 
@@ -631,6 +670,33 @@ def test_a_ticket_can_be_handed_in_once(world_of_one):
 def test_opcheck_of_starting_a_gather(world_of_one):
     k, v, _, *rest = gather_example(mesh=alone).ranks[0]
     torch.library.opcheck(ops.kv_gather_start, (k, v, *rest, world_of_one))
+
+
+@pytest.mark.parametrize("how", ["sum", "max", "min"])
+@every_mesh
+def test_all_reduce_equals_the_reference(how, mesh):
+    assert_right(reduce_example(mesh, how))
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 5), (1, 1, 5, -2), (1, 1, 1), (1, 1, 3, 0, 7)])
+@every_mesh
+def test_cumsum_equals_the_reference(layout, mesh):
+    assert_right(cumsum_example(layout, mesh, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("around", [(1, 1), (2, 0), (0, 2), (0, 0), (2, 1)])
+@pytest.mark.parametrize("layout", [(1, 1, 16), (1, 3, 13), (1, 1, 9)])
+@every_mesh
+def test_halo_equals_the_reference(around, layout, mesh):
+    if max(around) <= chunks.local_extent(layout, math.prod(mesh)):
+        assert_right(halo_example(layout, mesh, around))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool])
+def test_infinity_fills_integers_with_their_limits(dtype):
+    (x, *rest), *_ = fill_example(fill=-math.inf, dtype=dtype).ranks
+    (out, *_) = wire.in_lockstep([mixing.fill_padding_program(1, x, *rest)], (1, 1, 1))
+    assert out.min() == (0 if dtype == torch.bool else torch.iinfo(dtype).min)
 
 
 # lockstep

@@ -1,0 +1,136 @@
+"""What goes wrong between ranks ends with an error that says so, on every rank and in time; nothing hangs.
+
+Real processes on gloo with short timeouts. What each rank does is in workers/faults.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+WORKER = Path(__file__).parent / "workers" / "faults.py"
+GROUP_TIMEOUT_S, LIMIT_S = 20, 200
+LAUNCHES = (
+    (
+        "different_noise", "different_weights", "different_noise_unchecked", "different_noise_later",
+        "different_generators", "equal_generators", "different_options", "one_refuses", "one_never_comes",
+        "resolutions_in_different_orders", "verified", "first_block_cache", "one_compiles_while_the_other_runs",
+    ),
+    ("one_is_killed",),
+)  # fmt: skip
+
+
+@cache
+def launch(names: tuple[str, ...]) -> dict[str, list[dict[str, Any]]]:
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+                   str(WORKER), folder, *names]  # fmt: skip
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GROUP_TIMEOUT_S": str(GROUP_TIMEOUT_S)}
+        try:
+            log = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S).stderr
+        except subprocess.TimeoutExpired as expired:
+            log = f"stopped after {LIMIT_S} s\n{(expired.stderr or b'').decode()}"
+
+        def read(name: str, rank: int) -> dict[str, Any]:
+            file = Path(folder) / f"{name}.{rank}.json"
+            return json.loads(file.read_text()) if file.exists() else {"error": f"not finished\n{log[-3000:]}"}
+
+        return {name: [read(name, rank) for rank in (0, 1)] for name in names}
+
+
+def measured(name: str, ranks: tuple[int, ...] = (0, 1)) -> list[dict[str, Any]]:
+    names = next(names for names in LAUNCHES if name in names)
+    results = [launch(names)[name][rank] for rank in ranks]
+    failures = [r["error"] for r in results if "error" in r]
+    assert not failures, "\n".join(failures)
+    return results
+
+
+def assert_mismatch(name: str, *texts: str, ranks: tuple[int, ...] = (0, 1)) -> None:
+    """Told on these ranks, and the group goes on."""
+    for result in measured(name, ranks):
+        assert {"RankMismatchError", "SPError", "RuntimeError"} <= set(result["raised"]), result
+        for text in texts:
+            assert text in result["text"], result["text"]
+    assert all(r.get("goes_on", True) for r in measured(name))
+
+
+def test_different_noise_names_the_argument_and_the_way_out():
+    assert_mismatch(
+        "different_noise", "`x` differs between ranks: rank 0 / rank 1.", "torch.manual_seed(0)", "broadcast"
+    )
+
+
+def test_different_weights_are_named():
+    assert_mismatch("different_weights", "`model.qkv.weight`", "Load the same checkpoint")
+
+
+def test_nothing_is_compared_if_that_is_off():
+    assert [r["raised"] for r in measured("different_noise_unchecked")] == [[], []]
+
+
+def test_later_calls_are_compared_if_asked_for():
+    assert_mismatch("different_noise_later", "`x` differs between ranks")
+    assert all(r["unnoticed"] for r in measured("different_noise_later"))
+
+
+def test_generators_that_differ_are_told():
+    assert_mismatch("different_generators", "the generators of rank 0 / rank 1 differ", "torch.manual_seed")
+
+
+def test_random_numbers_are_those_of_the_model_alone():
+    assert all(r["off"] < 1e-5 for r in measured("equal_generators"))
+
+
+def test_options_that_differ_are_named():
+    assert_mismatch("different_options", "options:", "kernel=auto", "kernel=math", "on rank 0", "on rank 1")
+
+
+def test_a_graph_that_one_rank_refuses_ends_on_all():
+    waiting, refusing = measured("one_refuses")
+    assert "RankMismatchError" in waiting["raised"]
+    assert "strict=True, and the graph needs" in waiting["text"]
+    assert "UnsupportedGraphError" in refusing["raised"]
+    assert waiting["goes_on"]
+    assert refusing["goes_on"]
+
+
+def test_a_rank_that_never_comes_is_named_in_time():
+    assert_mismatch("one_never_comes", "rank 1 of the group did not compile graph 0 within 3 s", ranks=(0,))
+    assert 3 <= measured("one_never_comes")[0]["seconds"] < 10
+
+
+def test_resolutions_in_different_orders_are_told():
+    assert_mismatch("resolutions_in_different_orders", "inputs: ", "[2, 5, 24]", "[2, 9, 24]")
+
+
+def test_a_verified_run_keeps_its_error():
+    for result in measured("verified"):
+        assert len(result["verified"]) == 1
+        assert result["verified"][0] < 1e-5
+
+
+def test_a_first_block_cache_decides_alike_on_all_ranks():
+    for result in measured("first_block_cache"):
+        assert result["off"] < 1e-5
+        assert result["skipped"] == [2, 2]
+
+
+def test_one_rank_compiling_while_the_other_runs_ends_in_time():
+    running, compiling = measured("one_compiles_while_the_other_runs")
+    assert "rank 0 of the group did not compile" in compiling["text"]
+    assert compiling["seconds"] < 10
+    assert running["raised"]
+    assert running["seconds"] < GROUP_TIMEOUT_S + 10
+
+
+def test_a_rank_that_is_killed_ends_the_others():
+    (left,) = measured("one_is_killed", ranks=(0,))
+    assert left["raised"]
+    assert left["seconds"] < GROUP_TIMEOUT_S + 10
