@@ -1,4 +1,7 @@
-"""Stage 7: gathers start as soon as their keys and values are there, and what does not need them is computed meanwhile.
+"""Stage 6: gathers start as soon as their keys and values are there, and what does not need them is computed meanwhile.
+
+On GPUs, where what travels takes no time of the cores that compute. Between ranks on CPUs it takes theirs: measured on
+two cores, starting early made a step 5% slower.
 
 The order of the calls changes and nothing else: projections of the query, and whatever else stands free of the
 gathered keys and values (a parallel feed-forward layer), move between the start of a gather and its end.
@@ -28,7 +31,7 @@ def overlap(graph: fx.Graph) -> int:
     order = [n for n in region if n.op != "call_function"]
     done = set(order)
     starts: dict[fx.Node, int] = {}
-    for gather in [n for n in region if n.target is _GATHER]:
+    for gather in [n for n in region if n.target is _GATHER and travels_aside(n)]:
         order += _behind(gather.args[:2], done, position)
         starts[gather] = len(order)
     order += [n for n in region if n not in done]
@@ -49,6 +52,11 @@ def overlap(graph: fx.Graph) -> int:
         gather.args = (k, v, start, *rest)
     graph.lint()
     return len(split)
+
+
+def travels_aside(gather: fx.Node) -> bool:
+    """Is the transfer done by something else than what computes?"""
+    return gather.args[0].meta["val"].device.type != "cpu"  # type: ignore[union-attr]
 
 
 def _free(graph: fx.Graph) -> list[fx.Node]:

@@ -1,4 +1,4 @@
-"""Stage 6: the rewritten graph against what its layouts promise."""
+"""Stage 7: the rewritten graph against what its layouts promise."""
 
 from __future__ import annotations
 
