@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -262,7 +262,7 @@ def _values_by_letters(weights: fx.Node, product: fx.Node) -> _Found | None:
     if len(width) != 1 or set(right) != {*lead, keys, *width} or set(out) != {*lead, rows, *width}:
         return None
     natural, order = (*lead, rows, *width), (*lead, keys, *width)
-    v = _View(product.args[1][1], tuple(right.index(c) for c in order))  # type: ignore[index]
+    v = _View(cast(Any, product.args)[1][1], tuple(right.index(c) for c in order))
     return _Found(product, v=v, out=tuple(natural.index(c) for c in out))
 
 
@@ -278,7 +278,7 @@ def _terms(product: fx.Node) -> tuple[str, str, str] | None:
         for letter, size in zip(term, _shape(operand), strict=False):
             if sizes.setdefault(letter, size) != size:  # one is broadcast
                 return None
-    return terms if all(len(set(t)) == len(t) for t in terms) else None  # type: ignore[return-value]
+    return terms if all(len(set(t)) == len(t) for t in terms) else None
 
 
 # ---- from the scores back to the product with the keys
@@ -298,7 +298,7 @@ def _with_keys(softmax: fx.Node, found: _Found) -> bool:
 
 def _step(node: fx.Node, found: _Found) -> Any:
     """What one op does to the scores, noted in ``found``; the scores before it, or None."""
-    target, args = node.target, node.args
+    target, args = node.target, cast(Any, node.args)
     if target in _CASTS | _COPIES:
         return args[0]
     if target in _VIEWS and _keeps_rows(_shape(args[0]), _shape(node)):
@@ -315,10 +315,10 @@ def _step(node: fx.Node, found: _Found) -> Any:
         fits = added is not None and added.dtype.is_floating_point and _shape(scores) == _shape(node)
         return scores if fits and found.masked(node, _Mask(mask, found.scale)) else None
     if target is aten.masked_fill.Scalar and _shape(args[0]) == _shape(node):
-        mask = _Mask(args[1], found.scale, float(args[2]), keep=False)  # type: ignore[arg-type]
+        mask = _Mask(args[1], found.scale, float(args[2]), keep=False)
         return args[0] if found.masked(node, mask) else None
     if target is aten.where.ScalarOther and _shape(args[1]) == _shape(node):
-        mask = _Mask(args[0], found.scale, float(args[2]), keep=True)  # type: ignore[arg-type]
+        mask = _Mask(args[0], found.scale, float(args[2]), keep=True)
         return args[1] if found.masked(node, mask) else None
     return None
 
@@ -335,7 +335,7 @@ def _leads_to_product(node: Any) -> bool:
 
 def _scaled(node: fx.Node, found: _Found) -> Any:
     """A factor of all scores of a head: a number, or a tensor with nothing in the last two dims."""
-    a, b = node.args[:2]
+    a, b = cast(Any, node.args)[:2]
     if node.target is aten.mul.Tensor and _shape(a) != _shape(node):
         a, b = b, a
     if isinstance(b, (int, float)):
@@ -362,7 +362,7 @@ def _keys(product: fx.Node, found: _Found) -> bool:
         q, k = given["batch1"], given["batch2"]
         found.scale *= given["alpha"]
     else:
-        q, k = product.args[:2]  # type: ignore[assignment]
+        q, k = product.args[:2]
     rank = len(_shape(q))
     if not all(_broadcasts(x, _shape(product)) for x in (q, k)) or not (
         _same_lead(q, product) or _same_lead(k, product)
@@ -386,7 +386,7 @@ def _keys_by_letters(product: fx.Node, found: _Found) -> bool:
     if terms is None:
         return False
     left, right, out = terms
-    q, k = product.args[1]  # type: ignore[misc]
+    q, k = cast(Any, product.args)[1]
     lead, rows, keys = out[:-2], out[-2], out[-1]
     if rows in right:
         left, right, q, k = right, left, k, q

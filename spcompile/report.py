@@ -96,13 +96,13 @@ class Report:
     @property
     def collectives(self) -> int:
         """Collectives per step, over all graphs."""
-        needed = sum(e.collectives for e in (*self.attention, *self.reductions))
+        needed = sum(a.collectives for a in self.attention) + sum(r.collectives for r in self.reductions)
         return needed + len(self.regathers) + self.unshards
 
     @property
     def bytes_per_rank(self) -> int:
         """Bytes that one rank sends per step, over all graphs."""
-        entries = (*self.attention, *self.reductions, *self.regathers)
+        entries: list[Any] = [*self.attention, *self.reductions, *self.regathers]
         return sum(e.bytes_per_rank for e in entries) + self.unshard_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,7 +118,8 @@ class Report:
         console.print(self._summary(), soft_wrap=True)
         if self.attention:
             console.print(_table("attention", _grouped(self.attention)))
-        for title, entries in (("reductions", self.reductions), ("regathers", self.regathers)):
+        tables: list[tuple[str, list[Any]]] = [("reductions", self.reductions), ("regathers", self.regathers)]
+        for title, entries in tables:
             if entries:
                 console.print(_table(title, [_row(e) for e in entries]))
         return buffer.getvalue().rstrip()

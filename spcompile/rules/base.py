@@ -75,6 +75,12 @@ class Rule(Protocol):
     def backward(self, call: Call, output: int, want: Sharded) -> list[tuple[int, Sharded]]: ...
 
 
+def first_only(first: Layout, call: Call) -> tuple[Layout, ...]:
+    """Layouts of the operands: the first as given, all others whole."""
+    others: list[Layout] = [REPLICATED] * (len(call.operands) - 1)
+    return (first, *others)
+
+
 def by_size(call: Call, layouts: Sequence[Layout]) -> list[tuple[int, Sharded]]:
     """The sharded operands, largest first: the others follow its layout."""
     found = [(i, lay) for i, lay in enumerate(layouts) if isinstance(lay, Sharded)]

@@ -20,7 +20,7 @@ from torch import fx
 from spcompile.call import Call, tensor_of
 from spcompile.layout import REPLICATED, Layout, Segment, Sharded, missing_cuts
 from spcompile.rules import names
-from spcompile.rules.base import Build, Carry, Name, Names, Plan, Rule, by_size
+from spcompile.rules.base import Build, Carry, Name, Names, Plan, Rule, by_size, first_only
 from spcompile.rules.pieces import between
 
 aten = torch.ops.aten
@@ -135,7 +135,7 @@ def _over_tokens(call: Call, layouts: Sequence[Layout]) -> tuple[Sharded, list[i
 
 
 def _partial_plan(call: Call, lay: Layout, build: Callable[[Build, dict[str, Any]], Any]) -> Plan:
-    operands = (lay, *(REPLICATED for _ in call.operands[1:]))
+    operands = first_only(lay, call)
     return Plan(operands, tuple(REPLICATED for _ in call.outputs), build=build)
 
 
@@ -294,7 +294,7 @@ def normalised_groups(call: Call, layouts: Sequence[Layout]) -> Plan | None:
                 out = b.emit(op, out, b.emit(aten.reshape.default, affine, per_channel))
         return b.cast(out, dtype)
 
-    operands = (lay, *(REPLICATED for _ in call.operands[1:]))
+    operands = first_only(lay, call)
     return Plan(operands, (lay,), build=build)
 
 
@@ -437,7 +437,7 @@ def convolved(call: Call, layouts: Sequence[Layout]) -> Plan | None:
     padding = paddings[dim - 2]
     if call.arguments.get("transposed"):
         return None
-    operands = (lay, *(REPLICATED for _ in call.operands[1:]))
+    operands = first_only(lay, call)
     if (kernel, stride, padding) == (1, 1, 0):
         return Plan(operands, (lay,))
     if stride == kernel and padding == 0 and dilation == 1:
@@ -478,7 +478,7 @@ def convolved_back(call: Call, layouts: Sequence[Layout]) -> Plan | None:
     )
     if (call.shape(1)[lay.dim], padding, more, dilation) != (stride, 0, 0, 1):
         return None
-    operands = (lay, *(REPLICATED for _ in call.operands[1:]))
+    operands = first_only(lay, call)
     return Plan(operands, (replace(lay, inner=lay.inner * stride).absorb_inner(call.degree),))
 
 

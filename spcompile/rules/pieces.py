@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 from spcompile.call import Call
 from spcompile.layout import REPLICATED, Layout, Segment, Sharded, missing_cuts
-from spcompile.rules.base import Plan, by_size
+from spcompile.rules.base import Plan, by_size, first_only
 
 aten = torch.ops.aten
 Piece = tuple[int, int]
@@ -31,7 +31,7 @@ class Regroup:
         out = _regroup(lay, call.shape(0), call.outputs[0], call.degree)
         if out is None:
             return None
-        operands = (lay, *(REPLICATED for _ in call.operands[1:]))
+        operands = first_only(lay, call)
         if not isinstance(out, Sharded):  # cuts without which the tokens would be torn apart
             return Plan(operands, tuple(REPLICATED for _ in call.outputs), cuts=tuple(out))
         out = out.spread_outer()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -103,7 +103,7 @@ def _wanvace(s: Size):
     )
 
 
-def _unscaled(module: torch.nn.Module) -> None:
+def _unscaled(module: Any) -> None:
     """Motion layers scale their weights by the fan-in themselves; scaled twice, a face would make no difference."""
     for layer in module.motion_encoder.modules():
         if hasattr(layer, "scale") and hasattr(layer, "weight"):
