@@ -163,7 +163,7 @@ def _add_block(
     """All queries to the real keys of one block, with their columns of the mask."""
     pieces = [(r.local, r.count) for r in keys]
     shift = None
-    if mask is not None and mask.dtype != torch.bool:  # of all keys: the same for every block
+    if mask is not None and mask.dtype != torch.bool and kernel == "math":  # of all keys: the same for every block
         shift = mask.amax(-1, keepdim=True)
         shift = shift.masked_fill(shift.isinf(), 0)
     if mask is not None and mask.shape[-1] > 1:

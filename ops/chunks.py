@@ -70,6 +70,18 @@ def first_token(num_tokens: int, degree: int, span: int, block: int) -> tuple[in
     return first, min(size, abs(num_tokens) - first)
 
 
+def whereabouts(segments: Sequence[int], degree: int) -> tuple[Tensor, Tensor]:
+    """(rank, row of its chunk) of every token, int64 [tokens] each."""
+    owners, places, start = [], [], 0
+    for n in segments:
+        size, token = chunk_tokens(n, degree), torch.arange(abs(n))
+        block = token // max(size, 1)
+        owners.append(degree - 1 - block if n < 0 else block)
+        places.append(start + token % max(size, 1))
+        start += size
+    return torch.cat(owners), torch.cat(places)
+
+
 def cut_into(
     out: Tensor, x: Tensor, dim: int, layout: Sequence[int], degree: int, span: int, part: int, parts: int
 ) -> None:

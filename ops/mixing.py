@@ -213,3 +213,41 @@ def halo(
 def _(x: Tensor, dim: int, layout: Sequence[int], before: int, after: int, mesh: Sequence[int], group: str) -> Tensor:
     _check_halo(x, dim, layout, before, after, mesh)
     return chunks.resized(x, (dim, x.shape[dim] + before + after))
+
+
+def pick_program(
+    rank: int, x: Tensor, index: Tensor, dim: int, layout: Sequence[int], mesh: Sequence[int]
+) -> wire.Program:
+    """This rank's part of `pick`: the rows that it has, zeros for the others, one all-reduce."""
+    degree = _check_order(x, dim, layout, mesh)
+    owner, place = (t.to(x.device) for t in chunks.whereabouts(layout[2:], degree))
+    index = torch.where(index < 0, index + owner.numel(), index)
+    rows = torch.gather(x, dim, place[index])
+    rows = torch.where(owner[index] == rank, rows, torch.zeros((), dtype=x.dtype, device=x.device))
+    wide = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
+    wide = wide.to(torch.uint8) if wide.dtype == torch.bool else wide
+    return (yield wire.AllReduce(wide)).to(x.dtype)
+
+
+@torch.library.custom_op("spcompile::pick", mutates_args=())
+def pick(x: Tensor, index: Tensor, dim: int, layout: Sequence[int], mesh: Sequence[int], group: str) -> Tensor:
+    """``torch.gather`` along a cut dim, by an index that every rank has. One all-reduce of the result.
+
+    Args:
+        x: [..., sum(ceil(n / P)), ...], a chunk.
+        index: int64, as for ``torch.gather`` on the whole tensor, the same on every rank.
+        dim, layout: which dim is cut and how; ``[1, 1, *segments]``.
+        mesh: ``[ring, kv_gather, ulysses]``.
+        group: process group name.
+    Returns:
+        A new contiguous tensor of the index's shape, the same on every rank.
+    Raises:
+        ValueError: the layout does not describe ``x``, or tokens are not one after the other.
+    """
+    return wire.over_group(pick_program(wire.rank_in(group), x, index, dim, layout, mesh), group, mesh)
+
+
+@pick.register_fake
+def _(x: Tensor, index: Tensor, dim: int, layout: Sequence[int], mesh: Sequence[int], group: str) -> Tensor:
+    _check_order(x, dim, layout, mesh)
+    return torch.empty(index.shape, dtype=x.dtype, device=x.device)

@@ -128,10 +128,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     return scores.softmax(-1).nan_to_num(0) @ v
 
 
+def _wide(x: Tensor) -> Tensor:
+    """Half precision is summed in float32."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def all_reduce(xs: Sequence[Tensor], how: str) -> list[Tensor]:
     """The sum, or the largest or smallest entry, on every rank."""
     every = torch.stack(list(xs))
-    total = every.sum(0, dtype=xs[0].dtype) if how == "sum" else every.amax(0) if how == "max" else every.amin(0)
+    total = _wide(every).sum(0).to(xs[0].dtype) if how == "sum" else every.amax(0) if how == "max" else every.amin(0)
     return [total.clone() for _ in xs]
 
 
@@ -154,7 +159,7 @@ def fill_padding(xs: Sequence[Tensor], dim: int, layout: Sequence[int], fill: fl
 def cumsum(xs: Sequence[Tensor], dim: int, layout: Sequence[int], mesh: Sequence[int]) -> list[Tensor]:
     """The running sum of the whole dim, cut again."""
     total = whole(xs, dim, layout)
-    return shard(total.cumsum(dim, dtype=total.dtype), dim, layout, mesh)
+    return shard(_wide(total).cumsum(dim).to(total.dtype), dim, layout, mesh)
 
 
 def halo(xs: Sequence[Tensor], dim: int, layout: Sequence[int], before: int, after: int) -> list[Tensor]:
@@ -166,3 +171,8 @@ def halo(xs: Sequence[Tensor], dim: int, layout: Sequence[int], before: int, aft
     rows = torch.cat([zeros[0], rows, zeros[1]])
     cut = [rows[r * size : r * size + before + size + after] for r in range(len(xs))]
     return [c.movedim(0, dim).contiguous() for c in cut]
+
+
+def pick(xs: Sequence[Tensor], index: Tensor, dim: int, layout: Sequence[int]) -> list[Tensor]:
+    """``torch.gather`` of the whole dim."""
+    return [whole(xs, dim, layout).gather(dim, index) for _ in xs]

@@ -261,6 +261,9 @@ class _Emitter:
     def halo(self, value: fx.Node, lay: Sharded, rows: int) -> fx.Node:
         return self.moved(1, ops.halo._opoverload, value, lay.dim, lay.spec(), rows, rows, self.mesh)[0]
 
+    def pick(self, value: fx.Node, index: fx.Node, lay: Sharded) -> fx.Node:
+        return self.moved(1, ops.pick._opoverload, value, index, lay.dim, lay.spec(), self.mesh)[0]
+
     def unshard(self, value: fx.Node, lay: Sharded) -> fx.Node:
         return self.moved(1, ops.unshard._opoverload, value, lay.dim, lay.spec(), self.mesh)[0]
 

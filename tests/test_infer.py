@@ -426,3 +426,30 @@ def test_an_empty_part_of_a_cat_is_no_segment():
         return torch.cat([x.new_zeros(B, 0, C), x], dim=1) + x
 
     assert regathered(assert_exact(Between(op).double(), tokens(11).double(), tolerance=1e-13)) == []
+
+
+class ExpertChoice(nn.Module):
+    """Each expert takes the tokens that score highest for it, and adds to them."""
+
+    def __init__(self, experts: int = 2, taken: int = 2) -> None:
+        super().__init__()
+        self.router, self.taken = nn.Linear(C, experts), taken
+        self.experts = nn.ModuleList(nn.Linear(C, C) for _ in range(experts))
+
+    def forward(self, x):
+        scores, chosen = self.router(x).softmax(-1).topk(self.taken, dim=1)
+        for e, expert in enumerate(self.experts):
+            index = chosen[:, :, e, None].expand(-1, -1, C)
+            x = x.scatter_add(1, index, expert(x.gather(1, index)) * scores[:, :, e, None])
+        return x
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_expert_choice_gathers_scores_and_no_tokens(degree):
+    """But for what it adds tokens to, which stands on every rank anyway once written by index."""
+    model = ExpertChoice(experts=1)
+    report = assert_exact(Between(model).double(), tokens(41).double(), degree=degree, tolerance=1e-13)
+    gathered = [r.op for r in report.regathers]
+    assert gathered.count("aten.topk") == 1
+    assert "aten.gather" not in gathered
+    assert "aten.gather" in [r.op for r in report.reductions]

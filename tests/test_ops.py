@@ -244,8 +244,8 @@ def _chunks(layout, mesh, dim=2, dtype=torch.float32, memory=_plain) -> list[Ten
     return [memory(x) for x in reference.shard(random(*shape, dtype=dtype), dim, layout, mesh)]
 
 
-def reduce_example(mesh=(1, 1, 2), how="sum", dtype=torch.float32, memory=_plain) -> Example:
-    xs = [memory(random(2, 3, 4, 5, dtype=dtype)) for _ in range(math.prod(mesh))]
+def reduce_example(layout=(1, 1, 8), mesh=(1, 1, 2), how="sum", dtype=torch.float32, memory=_plain) -> Example:
+    xs = _chunks(layout, mesh, dtype=dtype, memory=memory)
     return Example(ops.all_reduce, [(x, how, list(mesh)) for x in xs], reference.all_reduce(xs, how), tolerance=1e-5)
 
 
@@ -267,6 +267,13 @@ def halo_example(layout=(1, 1, 9), mesh=(1, 1, 2), around=(1, 1), dtype=torch.fl
     return Example(ops.halo, args, reference.halo(xs, 2, layout, *around))
 
 
+def pick_example(layout=(1, 1, 5, -2, 3), mesh=(1, 1, 2), dtype=torch.float32, memory=_plain) -> Example:
+    xs = _chunks(layout, mesh, dtype=dtype, memory=memory)
+    index = torch.randint(0, chunks.global_extent(layout), (2, 3, 6, 4))
+    args = [(x, index, 2, list(layout), list(mesh)) for x in xs]
+    return Example(ops.pick, args, reference.pick(xs, index, 2, layout))
+
+
 EXAMPLES: dict[str, Callable[..., Example]] = {
     "shard": shard_example,
     "unshard": unshard_example,
@@ -279,13 +286,17 @@ EXAMPLES: dict[str, Callable[..., Example]] = {
     "fill_padding": fill_example,
     "cumsum": cumsum_example,
     "halo": halo_example,
+    "pick": pick_example,
 }
 MESHES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (3, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
 
 every_op = pytest.mark.parametrize("make", EXAMPLES.values(), ids=EXAMPLES.keys())
+MIXING = ("all_reduce", "fill_padding", "cumsum", "halo", "pick")
+"""Ops whose padding, order and neighbours have tests of their own."""
 every_op_that_sends = pytest.mark.parametrize(
-    "make", [m for name, m in EXAMPLES.items() if name not in ("shard", "local_mask", "fill_padding")]
+    "make", [m for name, m in EXAMPLES.items() if name not in ("shard", "local_mask", *MIXING)]
 )
+every_op_of_segments = pytest.mark.parametrize("make", [m for name, m in EXAMPLES.items() if name != "halo"])
 every_mesh = pytest.mark.parametrize("mesh", MESHES, ids=lambda m: "x".join(map(str, m)))
 alone = (1, 1, 1)
 
@@ -315,7 +326,7 @@ def test_equals_the_reference_on_every_mesh(make, mesh):
     assert_right(make(mesh=mesh))
 
 
-@every_op
+@every_op_of_segments
 @every_mesh
 def test_equals_the_reference_where_a_segment_is_mirrored(make, mesh):
     assert_right(make(mesh=mesh, layout=(1, 1, 4, -3)))
@@ -579,7 +590,7 @@ REFUSED = {
     "rows to cut": (_with(mask_example(), mask=torch.ones(5, 7)), "mask has 5 rows for 7 queries"),
     "how to reduce": (_with(reduce_example(), how="mean"), "all_reduce by 'mean': want 'sum', 'max' or 'min'"),
     "length to fill": (_with(fill_example(), layout=[1, 1, 9]), "makes 1 of 2 chunks 5 long, the tensor has"),
-    "groups to sum": (_with(cumsum_example((1, 1, 6)), layout=[2, 1, 3]), "want one token after the other"),
+    "groups to sum": (_with(cumsum_example((1, 1, 8)), layout=[2, 1, 3]), "want one token after the other"),
     "runs with neighbours": (_with(halo_example(), layout=[1, 1, 5, 4]), "want chunks of neighbours one after the"),
     "rows with neighbours": (_with(halo_example(), before=9), "9 rows before and 1 after of chunks of 5"),
     "nothing to cut": (_with(mask_example(), mask=torch.ones(1, 7)), "every rank needs the whole mask"),
@@ -675,7 +686,7 @@ def test_opcheck_of_starting_a_gather(world_of_one):
 @pytest.mark.parametrize("how", ["sum", "max", "min"])
 @every_mesh
 def test_all_reduce_equals_the_reference(how, mesh):
-    assert_right(reduce_example(mesh, how))
+    assert_right(reduce_example(mesh=mesh, how=how))
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 5), (1, 1, 5, -2), (1, 1, 1), (1, 1, 3, 0, 7)])
@@ -692,10 +703,16 @@ def test_halo_equals_the_reference(around, layout, mesh):
         assert_right(halo_example(layout, mesh, around))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@every_mesh
+def test_pick_equals_the_reference(dtype, mesh):
+    assert_right(pick_example(mesh=mesh, dtype=dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool])
 def test_infinity_fills_integers_with_their_limits(dtype):
-    (x, *rest), *_ = fill_example(fill=-math.inf, dtype=dtype).ranks
-    (out, *_) = wire.in_lockstep([mixing.fill_padding_program(1, x, *rest)], (1, 1, 1))
+    _, (x, dim, layout, _, mesh) = fill_example(fill=0, dtype=dtype).ranks
+    (out,) = wire.in_lockstep([mixing.fill_padding_program(1, x, dim, layout, -math.inf, mesh)], (1, 1, 1))
     assert out.min() == (0 if dtype == torch.bool else torch.iinfo(dtype).min)
 
 

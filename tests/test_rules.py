@@ -146,6 +146,8 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], set[int]]] = {
     "index_select": (aten.index_select.default, (X, 1, ints(6, 3)), {0, 2}),
     "gather": (aten.gather.default, (X, 2, ints(8, 4, 6, 3)), {0, 1}),
     "gather, short index": (aten.gather.default, (X, 2, ints(8, 4, 5, 3)), {0}),
+    "index_select of few": (aten.index_select.default, (x(2, 9, 8), 1, ints(9, 3)), {0, 1, 2}),
+    "gather of few": (aten.gather.default, (x(2, 9, 8), 1, ints(9, 2, 3, 8)), {0, 1, 2}),
     "scatter": (aten.scatter.src, (X, 2, ints(8, 4, 6, 3), x(4, 6, 3)), {0, 1}),
     "scatter a number": (aten.scatter.value, (X, 2, ints(8, 4, 6, 3), 1.0), {0, 1}),
     "scatter along fewer": (aten.scatter.src, (X, 2, ints(8, 4, 5, 3), x(4, 5, 3)), {0}),

@@ -64,6 +64,10 @@ class Build(Protocol):
         """``value`` with as many rows of both neighbours; zeros at the ends and for padding."""
         ...
 
+    def pick(self, value: fx.Node, index: fx.Node, lay: Sharded) -> fx.Node:
+        """``torch.gather`` of the whole value, by a whole index."""
+        ...
+
     def unshard(self, value: fx.Node, lay: Sharded) -> fx.Node:
         """All of ``value`` on every rank."""
         ...

@@ -391,6 +391,28 @@ def _token(call: Call, lay: Layout, index: int, keep: bool) -> Plan | None:
     return Plan((lay,), (REPLICATED,), build=build, cuts=tuple(cuts))
 
 
+def looked_up(call: Call, layouts: Sequence[Layout]) -> Plan | None:
+    """gather and index_select along the token dim, of few tokens: each rank gives those it has."""
+    lay = layouts[0]
+    if not isinstance(lay, Sharded) or lay.dim != call.dim("dim") or (lay.outer, lay.inner) != (1, 1):
+        return None
+    if not _cheaper_reduced(call, [0]) or any(isinstance(x, Sharded) for x in layouts[1:]):
+        return None
+    if call.rank(0) == 0 or _value_dtype(call).is_complex:
+        return None
+    select = call.node.target._schema.name == "aten::index_select"  # type: ignore[union-attr]
+    shape = list(call.outputs[0])
+
+    def build(b: Build, given: dict[str, Any]) -> fx.Node:
+        index = b.cast(given["index"], torch.int64)
+        if select:
+            single = [shape[lay.dim] if d == lay.dim else 1 for d in range(len(shape))]
+            index = b.emit(aten.expand.default, b.emit(aten.reshape.default, index, single), shape)
+        return b.pick(given["self"], index, lay)
+
+    return Plan(first_only(lay, call), (REPLICATED,), build=build)
+
+
 def padded(call: Call, layouts: Sequence[Layout]) -> Plan | None:
     """A constant before or after the tokens: runs of tokens of their own, which no rank needs to be sent."""
     lay, pad = layouts[0], call.arguments["pad"]
