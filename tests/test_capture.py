@@ -326,12 +326,13 @@ def test_in_multihead_attention_in_eval(masked):
     assert len(report.attention) == 1
 
 
-def test_in_the_fused_op_of_a_transformer_encoder_layer():
-    """The op is opaque: alone it runs as it is, beside other attention on all tokens."""
-    layer = nn.TransformerEncoderLayer(C, H, 2 * C, batch_first=True).double().eval()
-    assert assert_exact(layer, tokens(S).double(), tolerance=1e-13).attention == []
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_in_the_fused_op_of_a_transformer_encoder_layer(norm_first):
+    """It is written out: alone, and beside other attention."""
+    layer = nn.TransformerEncoderLayer(C, H, 2 * C, batch_first=True, norm_first=norm_first).double().eval()
+    assert len(assert_exact(layer, tokens(S).double(), tolerance=1e-13).attention) == 1
     model = nn.Sequential(Block(), layer, Block()).double().eval()
-    assert regathered(assert_exact(model, tokens(S).double(), tolerance=1e-13))
+    assert regathered(assert_exact(model, tokens(S).double(), tolerance=1e-13)) == []
 
 
 @pytest.mark.parametrize("where", ["before", "after", "inside a block"])
