@@ -221,7 +221,13 @@ def pick_program(
     """This rank's part of `pick`: the rows that it has, zeros for the others, one all-reduce."""
     degree = _check_order(x, dim, layout, mesh)
     owner, place = (t.to(x.device) for t in chunks.whereabouts(layout[2:], degree))
-    index = torch.where(index < 0, index + owner.numel(), index)
+    if (
+        not index.is_meta
+        and index.is_cpu
+        and index.numel()
+        and not 0 <= int(index.min()) <= int(index.max()) < len(owner)
+    ):
+        raise IndexError(f"index out of range for {len(owner)} tokens")
     rows = torch.gather(x, dim, place[index])
     rows = torch.where(owner[index] == rank, rows, torch.zeros((), dtype=x.dtype, device=x.device))
     wide = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows

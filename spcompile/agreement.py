@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from spcompile.capture import parts_of
 from spcompile.errors import RankMismatchError, VerificationError
 
 _rounds: Counter[str] = Counter()
@@ -103,7 +104,8 @@ def _differences(everyone: Sequence[Mapping[str, str]]) -> str:
 
 def digest(x: Tensor) -> Tensor:
     """A 64-bit digest of a tensor's bytes, in order; int64 scalar on the tensor's device. NaN counts like any bits."""
-    raw = x.detach().contiguous().view(-1).view(torch.uint8) if x.numel() else x.new_zeros(1, dtype=torch.uint8)
+    x = x.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
+    raw = x.contiguous().view(-1).view(torch.uint8) if x.numel() else x.new_zeros(1, dtype=torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for number, part in enumerate(raw.split(_BLOCK)):
         padded = torch.nn.functional.pad(part, (0, -part.numel() % 8)).view(torch.int64)
@@ -137,7 +139,8 @@ class SameInputs:
 
     def compare(self, inputs: Sequence[Any]) -> None:
         """Raises `RankMismatchError` on every rank if an input differs."""
-        named = [(n, x) for n, x in zip(self.names, inputs, strict=True) if isinstance(x, Tensor)]
+        pairs = [(n, part) for n, x in zip(self.names, inputs, strict=True) for part in parts_of(x)]
+        named = [(n, x) for n, x in pairs if isinstance(x, Tensor)]
         tensors = [x for _, x in named]
         names = [n for n, _ in named]
         if self.draws:

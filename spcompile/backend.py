@@ -61,7 +61,9 @@ class Backend:
         make_axes(group, local.meshes)
         compiled = local.compiled(partial(compile_inner, self.config), example_inputs)
         self._report.add(local.report)
-        if config.verify == "first":
+        if config.verify == "first" and local.draws:
+            warnings.warn("verify='first': a graph that draws random numbers cannot be compared", stacklevel=2)
+        elif config.verify == "first":
             compiled = Verified(compiled, module.forward, self._report.verified.append)
         if config.check != "off":
             compiled = SameInputs(compiled, group, input_names(module), local.draws, always=config.check == "always")
@@ -89,9 +91,10 @@ def _warn_before_the_limit() -> None:
     """Beyond its limit Dynamo runs the model as it is: exact, but on every rank in full."""
     compiling: Any = torch._guards.CompileContext.current_compile_id()
     limit: Any = torch._dynamo.config.recompile_limit
-    if compiling is not None and (compiling.frame_compile_id or 0) + 1 >= limit:
+    count = (compiling.frame_compile_id or 0) + 1 if compiling is not None else 0
+    if count >= limit:
         warnings.warn(
-            f"This is compilation {compiling.frame_compile_id + 1} of this code, and "
+            f"This is compilation {count} of this code, and "
             f"torch._dynamo.config.recompile_limit is {limit}: further shapes will run unsharded, in full on every "
             "rank. Raise the limit before the first call to go on",
             RecompileLimitWarning,

@@ -88,7 +88,7 @@ class Subclasses:
 
     def flat(self, inputs: Sequence[Any]) -> list[Any]:
         """Graph inputs with every subclass taken apart."""
-        parts = [_parts(x) if maker else [x] for x, maker in zip(inputs, self.makers, strict=True)]
+        parts = [parts_of(x) if maker else [x] for x, maker in zip(inputs, self.makers, strict=True)]
         return [part for several in parts for part in several]
 
     def rebuilt(self, flat: Sequence[Any]) -> list[Any]:
@@ -101,11 +101,11 @@ class Subclasses:
         return [v for v, maker in zip(values, self.makers, strict=True) for _ in range(maker[0] if maker else 1)]
 
 
-def _parts(x: Any) -> list[Tensor]:
-    """The plain tensors a subclass is made of, in order."""
+def parts_of(x: Any) -> list[Any]:
+    """The plain tensors a wrapper subclass is made of, in order; anything else is itself."""
     if not is_traceable_wrapper_subclass(x):
         return [x]
-    return [part for name in x.__tensor_flatten__()[0] for part in _parts(getattr(x, name))]
+    return [part for name in x.__tensor_flatten__()[0] for part in parts_of(getattr(x, name))]
 
 
 def _maker(x: Any) -> tuple[int, Callable[[Sequence[Any]], Any]]:

@@ -125,7 +125,8 @@ class _Found:
     """One attention: q [..., S, D], k [..., T, D], v [..., T, E], and how scores become weights.
 
     ``last`` is the product with the values, whose dims are those of [..., S, E] in the order ``out``. ``lead`` are
-    the leading dims of the scores where the mask meets them, which may be grouped otherwise elsewhere.
+    the leading dims of the scores where the mask meets them, which may be grouped otherwise elsewhere
+    (``regrouped``). ``casts`` are the dtypes that scores and weights go through.
     """
 
     last: fx.Node
@@ -136,6 +137,8 @@ class _Found:
     dtype: torch.dtype | None = None
     masks: list[_Mask] = field(default_factory=list)
     lead: tuple[int, ...] = ()
+    casts: set[torch.dtype] = field(default_factory=set)
+    regrouped: bool = False
     q: _View = field(init=False)
     k: _View = field(init=False)
 
@@ -145,7 +148,8 @@ class _Found:
 
     def shares(self, view: _View) -> bool:
         pairs = zip(view.lead, self.lead, strict=False)
-        return len(view.lead) == len(self.lead) and all(a in (b, 1) for a, b in pairs) and view.lead != self.lead
+        alike = len(view.lead) == len(self.lead) and not self.regrouped
+        return alike and all(a in (b, 1) for a, b in pairs) and view.lead != self.lead
 
     def masked(self, node: fx.Node, mask: _Mask) -> bool:
         """Note a mask that meets the scores at ``node``, before those noted already."""
@@ -159,14 +163,14 @@ class _Found:
         return True
 
 
-def canonicalise_handwritten(captured: Captured, skip: frozenset[str] = frozenset()) -> int:
-    """Put every hand-written attention in canonical form, but those named in ``skip``. Returns how many there were."""
+def canonicalise_handwritten(captured: Captured) -> int:
+    """Put every hand-written attention in canonical form. Returns how many there were."""
     count = 0
     for node in list(captured.graph.nodes):
         if node.target is aten.dropout.default and not node.users and not (node.args[1] and node.args[2]):
             captured.graph.erase_node(node)  # left behind by tracing: it would count as another user
     for node in list(captured.graph.nodes):
-        if node.target in _SOFTMAX and node.name not in skip:
+        if node.target in _SOFTMAX:
             found = _match(node)
             if found is not None:
                 with tracing(None), captured.fake_mode:
@@ -185,7 +189,10 @@ def _match(softmax: fx.Node) -> _Found | None:
         return None
     dtypes = {tensor_of(n).dtype for n in (found.q.node, found.k.node, found.v.node, found.last)}  # type: ignore[union-attr]
     fit = all(found.fits(view) for view in (found.q, found.k, found.v))
-    return found if len(dtypes) == 1 and fit else None
+    (dtype, *others) = dtypes
+    assert found.dtype is not None
+    wide_enough = torch.promote_types(dtype, found.dtype) == found.dtype and found.casts <= {dtype, found.dtype}
+    return found if not others and fit and wide_enough else None
 
 
 def _shape(node: Any) -> tuple[int, ...]:
@@ -203,6 +210,8 @@ def _keeps_rows(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
 
 def _with_values(softmax: fx.Node) -> _Found | None:
     node, flipped = softmax, False
+    casts: set[torch.dtype] = set()
+    regrouped = False
     while len(node.users) == 1:
         user = next(iter(node.users))
         if user.target in _PRODUCTS:
@@ -211,11 +220,14 @@ def _with_values(softmax: fx.Node) -> _Found | None:
             if found is not None:
                 found.dtype = tensor_of(softmax).dtype  # type: ignore[union-attr]
                 found.lead = _shape(softmax)[:-2]
+                found.casts, found.regrouped = casts, regrouped
             return found
         if _flips(user):
             flipped = not flipped
         elif not _passes(user, node):
             return None
+        casts |= {tensor_of(user).dtype} if user.target in _CASTS else set()  # type: ignore[union-attr]
+        regrouped |= user.target in _VIEWS
         node = user
     return None
 
@@ -300,10 +312,12 @@ def _step(node: fx.Node, found: _Found) -> Any:
     """What one op does to the scores, noted in ``found``; the scores before it, or None."""
     target, args = node.target, cast(Any, node.args)
     if target in _CASTS | _COPIES:
+        found.casts |= {tensor_of(node).dtype} if target in _CASTS else set()  # type: ignore[union-attr]
         return args[0]
     if target in _VIEWS and _keeps_rows(_shape(args[0]), _shape(node)):
         if not found.masks and not found.factors:
             found.lead = _shape(args[0])[:-2]
+        found.regrouped = True
         return args[0]
     if target in (aten.mul.Tensor, aten.div.Tensor):
         return _scaled(node, found)
@@ -449,7 +463,6 @@ def _replace(graph: fx.Graph, softmax: fx.Node, found: _Found) -> None:
         fill = found.masks[0].filled if len(found.masks) == 1 else None
         call = emit(ops.attention_call._opoverload, q, k, v, mask, 0.0, False, float(found.scale))
         call.meta["captured_call"] = HandwrittenCall(float(found.scale), found.dtype, fill, mask is not None)  # type: ignore[arg-type]
-        call.meta["softmax"] = softmax.name
         want = _shape(last)
         natural = want if found.out is None else [want[found.out.index(i)] for i in range(len(want))]
         out = ordered(shaped(call, natural), found.out)

@@ -87,14 +87,14 @@ def _encoder_layer(
     up_weight: Tensor, up_bias: Tensor, down_weight: Tensor, down_bias: Tensor,
     mask: Tensor | None = None, mask_type: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """What ``torch._transformer_encoder_layer_fwd`` computes. x [B, S, C]; ``mask`` is true, or -inf, where keys hide.
+    """What ``torch._transformer_encoder_layer_fwd`` computes. x [B, S, C]; ``mask`` is true, or any number but 0, where keys hide.
 
     ``mask_type``: 0 [S, S], 1 [B, S] of keys, 2 [B, H, S, S].
     """
 
     def attend(x: Tensor) -> Tensor:
         q, k, v = (y.unflatten(-1, (heads, -1)).transpose(1, 2) for y in F.linear(x, qkv_weight, qkv_bias).chunk(3, -1))
-        keep = mask.logical_not() if mask is not None and mask.dtype == torch.bool else mask
+        keep = None if mask is None else mask.to(torch.bool).logical_not()  # the op takes any number for true
         keep = keep[:, None, None] if keep is not None and mask_type == 1 else keep
         out = F.scaled_dot_product_attention(q, k, v, keep)
         return F.linear(out.transpose(1, 2).flatten(2), out_weight, out_bias)

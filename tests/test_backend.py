@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -238,3 +239,16 @@ def test_an_exactness_test_fails_when_one_rank_takes_anothers_chunk(monkeypatch)
     monkeypatch.setattr(chunks, "take", lambda x, dim, layout, rank, degree: original(x, dim, layout, 0, degree))
     with pytest.raises(AssertionError, match="Tensor-likes are not"):
         assert_exact(SelfAttention(), tokens(8), tolerance=1e-3)
+
+
+def test_the_last_compilation_before_dynamos_limit_warns(fake_group):
+    fake_group(2)
+    model = SelfAttention().eval().requires_grad_(False)
+    call = torch.compile(model, backend=spcompile.backend(sp=2, inner="eager"))
+    with torch._dynamo.config.patch(recompile_limit=2), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in (5, 7):
+            call(tokens(length))
+    told = [w for w in caught if w.category is spcompile.RecompileLimitWarning]
+    assert len(told) == 1
+    assert "compilation 2 of this code" in str(told[0].message)

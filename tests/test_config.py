@@ -77,3 +77,10 @@ def test_options_are_frozen():
 def test_simulate_refuses_what_it_has_no_use_for(options, text):
     with pytest.raises(spcompile.SPConfigError, match=text):
         simulate(lambda x: x, (1,), **options)
+
+
+@pytest.mark.parametrize("options", [{"check": "never"}, {"verify": True}, {"timeout": 0}, {"timeout": True}])
+def test_options_about_ranks_are_checked(options):
+    (name,) = options
+    with pytest.raises(spcompile.SPConfigError, match=f"{name}="):
+        spcompile.backend(sp=2, **options)

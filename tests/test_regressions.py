@@ -273,3 +273,45 @@ def test_any_and_all_of_bytes_are_bytes():
         return positive.any(1), positive.all(1)
 
     assert_exact(model, tokens8())
+
+
+# what reading it all again found
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda s, v: (s * 3).to(torch.int32).to(s.dtype).softmax(-1) @ v,
+        lambda s, v: (s.softmax(-1) * 20).to(torch.int64).to(s.dtype) @ v,
+        lambda s, v: s.softmax(-1).to(torch.int64).to(s.dtype) @ v,
+        lambda s, v: s.to(torch.bfloat16).to(s.dtype).softmax(-1) @ v,
+        lambda s, v: s.to(torch.float16).softmax(-1).to(s.dtype) @ v,
+    ],
+    ids=["whole scores", "counts", "whole weights", "coarse scores", "coarse softmax"],
+)
+def test_casts_that_change_values_are_part_of_the_formula(op):
+    def model(a):
+        q = heads(attended(a))
+        return op(q @ q.mT, q)
+
+    assert_exact(model, tokens8(), tolerance=1e-12)
+
+
+def test_an_index_out_of_range_is_an_error_as_without_ranks():
+    index = torch.tensor([-1])
+    long = torch.randn(2, 40, 8).double()
+
+    def model(a):
+        y = F.scaled_dot_product_attention(*(a.view(2, 40, 2, 4).transpose(1, 2),) * 3).transpose(1, 2).flatten(2)
+        return y.index_select(1, index)
+
+    with pytest.raises((IndexError, RuntimeError)):
+        model(long)
+    with pytest.raises((IndexError, RuntimeError)):
+        simulate(model, (long,), sp=2)
+
+
+def test_the_fused_encoder_layer_takes_any_number_in_a_mask_for_true():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double().eval()
+    mask = torch.zeros(13, 13).double().index_fill(1, torch.tensor([2, 5]), 0.5)
+    assert_exact(lambda a: layer(a, src_mask=mask), tokens8(), tolerance=1e-12)

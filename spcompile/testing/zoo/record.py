@@ -15,7 +15,7 @@ from torch import Tensor
 from spcompile.errors import SPError
 from spcompile.report import Report
 from spcompile.testing.simulate import simulate
-from spcompile.testing.zoo import CASES, MODELS, Case
+from spcompile.testing.zoo import CASES, Case
 
 LABEL, DEGREES = "odd", (2, 4)
 
@@ -159,7 +159,3 @@ def recorded(page: Path) -> dict[str, str]:
     """Class -> its row in a page."""
     rows = [row for row in page.read_text().splitlines() if row.startswith("| ") and not row.startswith("| class")]
     return {row.split(" ")[1]: row for row in rows}
-
-
-def short_name(cls: str) -> str:
-    return next(name for name, entry in MODELS.items() if entry.cls == cls)
