@@ -87,9 +87,9 @@ def _encoder_layer(
     up_weight: Tensor, up_bias: Tensor, down_weight: Tensor, down_bias: Tensor,
     mask: Tensor | None = None, mask_type: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """What ``torch._transformer_encoder_layer_fwd`` computes. x [B, S, C]; ``mask`` is true, or any number but 0, where keys hide.
+    """What ``torch._transformer_encoder_layer_fwd`` computes. x [B, S, C].
 
-    ``mask_type``: 0 [S, S], 1 [B, S] of keys, 2 [B, H, S, S].
+    ``mask`` is true, or any number but 0, where keys hide. ``mask_type``: 0 [S, S], 1 [B, S] of keys, 2 [B, H, S, S].
     """
 
     def attend(x: Tensor) -> Tensor:

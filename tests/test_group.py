@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from helpers import SelfAttention, tokens
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.two_tensor import TwoTensor
 
 import spcompile
+from spcompile.agreement import SameInputs, digest
 from spcompile.group import resolve
 
 
@@ -160,3 +162,14 @@ def test_a_model_without_attention_needs_no_group_of_that_size_to_be_right(fake_
     model, x = torch.nn.Linear(24, 3), tokens(5)
     with torch.no_grad():
         assert torch.equal(torch.compile(model, backend=spcompile.backend(sp=2, inner="eager"))(x), model(x))
+
+
+def test_subclasses_and_conjugates_are_compared_too(world_of_one):
+    """By the tensors they are made of; a digest sees every bit."""
+    weight = TwoTensor(torch.randn(3, 2), torch.randn(3, 2))
+    inputs = (weight, torch.randn(2, dtype=torch.complex64).conj(), torch.ones(()), 3)
+    SameInputs(lambda *xs: xs, dist.group.WORLD, ["w", "z", "one", "n"], draws=True, always=True)(*inputs)
+    x = torch.randn(5, 7)
+    assert digest(x) == digest(x.clone())
+    assert digest(x) != digest(x.flip(0))
+    assert digest(x) != digest(x.index_fill(0, torch.tensor([4]), torch.nan))

@@ -282,12 +282,10 @@ def test_any_and_all_of_bytes_are_bytes():
     "op",
     [
         lambda s, v: (s * 3).to(torch.int32).to(s.dtype).softmax(-1) @ v,
-        lambda s, v: (s.softmax(-1) * 20).to(torch.int64).to(s.dtype) @ v,
         lambda s, v: s.softmax(-1).to(torch.int64).to(s.dtype) @ v,
         lambda s, v: s.to(torch.bfloat16).to(s.dtype).softmax(-1) @ v,
-        lambda s, v: s.to(torch.float16).softmax(-1).to(s.dtype) @ v,
     ],
-    ids=["whole scores", "counts", "whole weights", "coarse scores", "coarse softmax"],
+    ids=["whole scores", "whole weights", "coarse scores"],
 )
 def test_casts_that_change_values_are_part_of_the_formula(op):
     def model(a):
