@@ -22,6 +22,9 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from spcompile.capture import parts_of
 from spcompile.errors import RankMismatchError, VerificationError
 
+REFUSED = "refused"
+"""The fact that stands for a rank's refusal."""
+
 _rounds: Counter[str] = Counter()
 """How many graphs were agreed on, by name of the group: all ranks count alike."""
 
@@ -52,17 +55,25 @@ def agree(group: dist.ProcessGroup, facts: Mapping[str, str], what: str, timeout
         store.delete_key(keys[rank])  # as if this rank had not come either, so that turns stay alike
         _rounds[group.group_name] = turn
         raise RankMismatchError(
+            "SP301",
             f"rank {_list(missing)} of the group did not compile {what} within {wait.total_seconds():g} s: it runs a "
             "graph that it has already, failed, or never called the model. Every rank must make the same calls in the "
-            "same order"
+            "same order",
         ) from error
     everyone = [json.loads(store.get(key)) for key in keys]
     if turn:  # all have read the round before, since all are here
         store.delete_key(f"spcompile/{turn - 1}/{rank}")
+    refused = {r: facts[REFUSED] for r, facts in enumerate(everyone) if REFUSED in facts}
+    if refused:
+        first = min(refused)
+        raise RankMismatchError(
+            "SP303", f"rank {_list(list(refused))} refused {what}, so no rank runs it: {refused[first]}"
+        )
     if any(other != everyone[0] for other in everyone):
         raise RankMismatchError(
+            "SP302",
             f"the ranks compiled different graphs for {what}:\n{_differences(everyone)}\n"
-            "Call the model with inputs of the same shapes, dtypes and options on every rank, in the same order"
+            "Call the model with inputs of the same shapes, dtypes and options on every rank, in the same order",
         )
 
 
@@ -72,7 +83,7 @@ def decline(group: dist.ProcessGroup, reason: str) -> None:
         return
     turn = _rounds[group.group_name]
     _rounds[group.group_name] += 1
-    _get_process_group_store(group).set(f"spcompile/{turn}/{group.rank()}", json.dumps({"refused": reason}))
+    _get_process_group_store(group).set(f"spcompile/{turn}/{group.rank()}", json.dumps({REFUSED: reason}))
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -152,7 +163,7 @@ class SameInputs:
         dist.all_gather(everyone, mine, group=self.group)
         differ = [i for i, name in enumerate(names) if any(other[i] != everyone[0][i] for other in everyone)]
         if differ:
-            raise RankMismatchError(_unequal(names, differ, everyone))
+            raise RankMismatchError(*_unequal(names, differ, everyone))
 
 
 _GENERATOR = "the random generator"
@@ -163,7 +174,8 @@ def _generator_state(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cuda.get_rng_state() if cuda else torch.get_rng_state()
 
 
-def _unequal(names: Sequence[str], differ: Sequence[int], everyone: Sequence[Tensor]) -> str:
+def _unequal(names: Sequence[str], differ: Sequence[int], everyone: Sequence[Tensor]) -> tuple[str, str]:
+    """The code and the text of the error."""
     first = differ[0]
     groups: dict[int, list[int]] = {}
     for rank, values in enumerate(everyone):
@@ -171,7 +183,7 @@ def _unequal(names: Sequence[str], differ: Sequence[int], everyone: Sequence[Ten
     ranks = " / ".join(f"rank {_list(r)}" for r in groups.values())
     others = f" (and {len(differ) - 1} more: {', '.join(names[i] for i in differ[1:4])})" if len(differ) > 1 else ""
     if names[first] == _GENERATOR:
-        return (
+        return "SP305", (
             f"the model draws random numbers, and the generators of {ranks} differ: every rank would draw its own. "
             "Call torch.manual_seed with the same seed on every rank before the model, or draw outside and pass it in"
         )
@@ -183,7 +195,10 @@ def _unequal(names: Sequence[str], differ: Sequence[int], everyone: Sequence[Ten
             "(torch.manual_seed(0), or generator=torch.Generator().manual_seed(0)), or draw it once and "
             "torch.distributed.broadcast it"
         )
-    return f"`{names[first]}`{others} differs between ranks: {ranks}. {help}. check='off' skips this comparison"
+    return (
+        "SP304",
+        f"`{names[first]}`{others} differs between ranks: {ranks}. {help}. check='off' skips this comparison",
+    )
 
 
 def input_names(dynamo: fx.GraphModule) -> list[str]:
@@ -238,8 +253,9 @@ class Verified:
         bound = TOLERANCE.get(want.dtype, 0.0)
         if error > bound or not torch.equal(a.isnan(), b.isnan()):
             raise VerificationError(
+                "SP306",
                 f"output {index} differs from the unsharded graph by {error:.1e} of its largest value; {bound:.0e} is "
-                f"rounding in {want.dtype}. This is a defect of spcompile; please report it, with dump= of the graph"
+                f"rounding in {want.dtype}. This is a defect of spcompile; please report it, with dump= of the graph",
             )
 
 

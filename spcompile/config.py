@@ -65,21 +65,21 @@ def make_config(
     degrees = {"ring": ring, "kv_gather": kv_gather, "ulysses": ulysses}
     for name, degree in {"sp": sp, **degrees}.items():
         if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
-            raise SPConfigError(f"{name}={degree!r}: a degree is a whole number of ranks, 1 or more")
+            raise SPConfigError("SP101", f"{name}={degree!r}: a degree is a whole number of ranks, 1 or more")
     mesh = _mesh(sp, degrees)
     if kernel not in kernel_names():
-        raise SPConfigError(f"kernel={kernel!r} is not known; choose one of {', '.join(kernel_names())}")
+        raise SPConfigError("SP103", f"kernel={kernel!r} is not known; choose one of {', '.join(kernel_names())}")
     if kernel != "auto" and (missing := KERNELS[kernel].missing()):
-        raise SPConfigError(f"kernel={kernel!r}: {missing}")
+        raise SPConfigError("SP103", f"kernel={kernel!r}: {missing}")
     if isinstance(min_tokens, bool) or not isinstance(min_tokens, int) or min_tokens < 1:
-        raise SPConfigError(f"min_tokens={min_tokens!r}: want a number of tokens, 1 or more")
+        raise SPConfigError("SP104", f"min_tokens={min_tokens!r}: want a number of tokens, 1 or more")
     if not (isinstance(inner, str) or callable(inner)):
-        raise SPConfigError(f"inner={inner!r}: want the name of a torch.compile backend, or a callable")
+        raise SPConfigError("SP104", f"inner={inner!r}: want the name of a torch.compile backend, or a callable")
     for name, value, allowed in (("check", check, CHECKS), ("verify", verify, VERIFIES)):
         if value not in allowed:
-            raise SPConfigError(f"{name}={value!r}: choose one of {', '.join(map(repr, allowed))}")
+            raise SPConfigError("SP104", f"{name}={value!r}: choose one of {', '.join(map(repr, allowed))}")
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0):
-        raise SPConfigError(f"timeout={timeout!r}: want seconds, more than 0")
+        raise SPConfigError("SP104", f"timeout={timeout!r}: want seconds, more than 0")
     return Config(
         degree=sp if mesh is None else math.prod(mesh),
         mesh=mesh,
@@ -107,5 +107,5 @@ def _mesh(sp: int | None, degrees: Mapping[str, int | None]) -> Mesh | None:
         rest, left = divmod(sp, product)
         fits = f"raise one of them {rest} times, or leave them out" if left == 0 else f"say sp={product}"
         makes = "is" if len(given) == 1 else "multiply to"
-        raise SPConfigError(f"sp={sp}, but {asked} {makes} {product} ranks: {fits}")
+        raise SPConfigError("SP102", f"sp={sp}, but {asked} {makes} {product} ranks: {fits}")
     return ring, kv_gather, ulysses

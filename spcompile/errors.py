@@ -4,12 +4,69 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from torch._dynamo.exc import ShortenTraceback
 
+CODES = {
+    "SP101": "A degree that is no number of ranks",
+    "SP102": "Degrees that do not multiply to the number of ranks",
+    "SP103": "An attention kernel that is not there",
+    "SP104": "An option whose value is not allowed",
+    "SP105": "An inner backend that is not there",
+    "SP106": "No process group",
+    "SP107": "A mesh that does not say which ranks",
+    "SP108": "A kernel that cannot be registered",
+    "SP109": "An attention op that cannot be registered",
+    "SP110": "An option that a simulation does not have",
+    "SP201": "A graph that cannot be traced",
+    "SP202": "Memory that is shared in a way a graph of values cannot express",
+    "SP203": "An input marked as dynamic",
+    "SP204": "A graph to be differentiated",
+    "SP205": "Attention inside control flow",
+    "SP206": "flex_attention that is more than plain attention",
+    "SP207": "Random numbers on sharded tokens that nobody compares",
+    "SP208": "Dropout inside attention",
+    "SP209": "Attention for which no exchange is exact",
+    "SP210": "None of the attention can be distributed",
+    "SP211": "strict=True, and something costs more than it should",
+    "SP212": "Memory read by strides",
+    "SP213": "A rewritten graph that does not fit its layouts",
+    "SP301": "A rank that did not come",
+    "SP302": "Ranks that compiled different graphs",
+    "SP303": "Another rank refused the graph",
+    "SP304": "Inputs that differ between ranks",
+    "SP305": "Random generators that differ between ranks",
+    "SP306": "A result that is not the unsharded graph's",
+}
+"""Code -> what it stands for. Codes stay; each has a section in docs/refusals.md with an example."""
+
+
+class Refusal(NamedTuple):
+    """Why something is refused."""
+
+    code: str
+    text: str
+
 
 class SPError(Exception):
-    """Base of everything spcompile refuses. The text says where, what was found, why, and what would work."""
+    """Base of everything spcompile refuses. The text says where, what was found, why, and what would work.
+
+    Args:
+        code: one of `CODES`; `error.code`. Its section in docs/refusals.md has an example and the ways out.
+        text: `error.text`; ``str(error)`` has the code before it.
+    """
+
+    @property
+    def code(self) -> str:
+        return self.args[0]
+
+    @property
+    def text(self) -> str:
+        return self.args[1]
+
+    def __str__(self) -> str:
+        return f"[{self.code}] {self.text}"
 
 
 class SPConfigError(SPError, ValueError):
@@ -46,4 +103,4 @@ def through_dynamo() -> Iterator[None]:
             raise
         kind = type(error)
         members = {"__module__": kind.__module__, "__init__": Exception.__init__, "first_useful_frame": None}
-        raise type(kind.__name__, (kind, ShortenTraceback), members)(str(error)) from error.__cause__
+        raise type(kind.__name__, (kind, ShortenTraceback), members)(error.code, error.text) from error.__cause__

@@ -19,6 +19,7 @@ import torch
 
 from spcompile.call import Call
 from spcompile.config import Mesh
+from spcompile.errors import Refusal
 from spcompile.layout import REPLICATED, Layout, Sharded
 from spcompile.ops.heads import HeadShare
 from spcompile.ops.kernels import AUTOMATIC, KERNELS, AttentionKernel
@@ -76,7 +77,7 @@ class SitePlan:
     ``exchange`` names it for people; ``mesh`` are the degrees it goes through; ``kernel`` is `CAPTURED` where the
     captured call stays as it is, else the kernel that `spcompile.ops.attention` runs on ``block`` (a mesh that
     says which queries this rank holds). ``balance`` asks for a sharding that balances a causal ring. ``refusal``
-    is why the site cannot be computed.
+    is why the site cannot be computed, with the code of its page.
     """
 
     exchange: str
@@ -88,7 +89,7 @@ class SitePlan:
     cost: Cost = field(default_factory=lambda: Cost(0, 0))
     runner_up: str = ""
     balance: bool = False
-    refusal: str | None = None
+    refusal: Refusal | None = None
 
 
 def plan_site(site: Site, call: Call, layouts: dict[str, Layout], policy: Policy) -> SitePlan:
@@ -134,7 +135,8 @@ class _Planner:
         if site.dropout > 0:
             return self.refused(
                 f"dropout_p={site.dropout}: ranks would drop different attention weights. "
-                "Call model.eval(), or set dropout_p=0"
+                "Call model.eval(), or set dropout_p=0",
+                code="SP208",
             )
         if isinstance(q, Sharded) and not isinstance(k, Sharded) and not isinstance(v, Sharded):
             return self.cross(q)
@@ -146,9 +148,9 @@ class _Planner:
         plan = Plan(tuple(REPLICATED for _ in self.call.operands), (REPLICATED,))
         return self.with_kernel(SitePlan("replicated", plan, reason), NONE)
 
-    def refused(self, refusal: str) -> SitePlan:
+    def refused(self, why: str, code: str = "SP209") -> SitePlan:
         plan = Plan(tuple(REPLICATED for _ in self.call.operands), (REPLICATED,))
-        return SitePlan("replicated", plan, "", refusal=refusal)
+        return SitePlan("replicated", plan, "", refusal=Refusal(code, why))
 
     def operands(self, q: Layout, k: Layout, v: Layout, mask: Layout) -> tuple[Layout, ...]:
         """Layouts in operand order."""
@@ -161,7 +163,8 @@ class _Planner:
         if not same:
             return self.replicated(f"dim {dim} of the query is sharded and key and value do not have it")
         if self.site.dropout > 0:
-            return self.refused(f"dropout_p={self.site.dropout}: ranks would draw their own. Call model.eval()")
+            why = f"dropout_p={self.site.dropout}: ranks would draw their own. Call model.eval(), or set dropout_p=0"
+            return self.refused(why, code="SP208")
         wanted = self.operands(q=q, k=q, v=q, mask=self.mask_along(q, dim - rank))
         why = "tokens are folded into the batch, every rank has whole sequences"
         return self.with_kernel(SitePlan("local", Plan(wanted, (q,)), why), NONE)

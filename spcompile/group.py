@@ -28,11 +28,12 @@ def resolve(mesh: DeviceMesh | dist.ProcessGroup | None, config: Config, device_
     ranks, what = _find(mesh, config.degree, device_type)
     size = ranks.group.size()
     if ranks.mesh is not None and config.mesh is not None and ranks.mesh != config.mesh:
-        raise SPConfigError(f"{_degrees(config.mesh)} was asked for, and {what} has {_degrees(ranks.mesh)}")
+        raise SPConfigError("SP102", f"{_degrees(config.mesh)} was asked for, and {what} has {_degrees(ranks.mesh)}")
     if config.degree is not None and size != config.degree:
         raise SPConfigError(
+            "SP102",
             f"sp={config.degree}, but {what} has {size} ranks: the degrees must multiply to its size. "
-            f"Ask for sp={size}, start {config.degree} ranks, or pass mesh= with a group of {config.degree}"
+            f"Ask for sp={size}, start {config.degree} ranks, or pass mesh= with a group of {config.degree}",
         )
     return ranks
 
@@ -47,14 +48,15 @@ def _find(mesh: DeviceMesh | dist.ProcessGroup | None, degree: int | None, devic
     if isinstance(mesh, DeviceMesh):
         return _of_device_mesh(mesh)
     if mesh is not None:
-        raise SPConfigError(f"mesh={mesh!r}: want a DeviceMesh or a ProcessGroup")
+        raise SPConfigError("SP107", f"mesh={mesh!r}: want a DeviceMesh or a ProcessGroup")
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             asked = "" if degree is None else f"sp={degree}: "
             raise SPConfigError(
+                "SP106",
                 f"{asked}no process group, and this process was not started by torchrun (RANK and WORLD_SIZE are "
                 f"not set). Start it with `torchrun --nproc-per-node {degree or 'P'} ...`, or use "
-                "spcompile.testing.simulate to try it in one process"
+                "spcompile.testing.simulate to try it in one process",
             )
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
     assert dist.group.WORLD is not None
@@ -66,19 +68,22 @@ def _of_device_mesh(mesh: DeviceMesh) -> tuple[Ranks, str]:
     names = mesh.mesh_dim_names or ()
     ours = tuple(n for n in names if n in AXES)
     if "sp" in names and ours:
-        raise SPConfigError(f"the mesh has axes {names}: name either one axis 'sp' or axes {', '.join(AXES)}")
+        raise SPConfigError("SP107", f"the mesh has axes {names}: name either one axis 'sp' or axes {', '.join(AXES)}")
     if "sp" in names:
         return Ranks(mesh.get_group("sp")), "the mesh's axis 'sp'"
     if not ours:
         if mesh.ndim == 1:
             return Ranks(mesh.get_group()), "the mesh"
         raise SPConfigError(
+            "SP107",
             f"the mesh has axes {names or mesh.ndim}: want one axis, one named 'sp', or axes named "
-            f"{', '.join(AXES)}; pass mesh['name'] to choose"
+            f"{', '.join(AXES)}; pass mesh['name'] to choose",
         )
     order = tuple(a for a in AXES if a in ours)
     if ours != order:
-        raise SPConfigError(f"the mesh has axes {names}: want {', '.join(order)} in this order, ulysses innermost")
+        raise SPConfigError(
+            "SP107", f"the mesh has axes {names}: want {', '.join(order)} in this order, ulysses innermost"
+        )
     sizes = dict(zip(names, mesh.shape, strict=True))
     ring, kv_gather, ulysses = (sizes.get(a, 1) for a in AXES)
     degrees = (ring, kv_gather, ulysses)

@@ -295,7 +295,8 @@ def _refuse_random(graph: fx.Graph, found: Inference) -> None:
         meets = plan is not None and any(isinstance(x, Sharded) for x in (*plan.operands, *plan.outputs))
         if meets or node in found.whole or node in found.regathered:
             raise UnsupportedGraphError(
+                "SP207",
                 f"{place(source)}: `{source.target}` draws random numbers that reach sharded tokens, and with "
                 "check='off' nobody compares the ranks' generators. Leave check on, draw them outside the compiled "
-                "model and pass them in, or call model.eval()."
+                "model and pass them in, or call model.eval().",
             )

@@ -48,4 +48,4 @@ def _lookup(name: str) -> Callable[..., Any]:
     try:
         return lookup_backend(name)
     except InvalidBackend as error:
-        raise SPConfigError(f"inner={name!r} is no torch.compile backend: {error}") from None
+        raise SPConfigError("SP105", f"inner={name!r} is no torch.compile backend: {error}") from None

@@ -25,7 +25,7 @@ def register_kernel(kernel: AttentionKernel) -> None:
     """
     missing = [name for name in AttentionKernel.__annotations__ if not hasattr(kernel, name)]
     if missing or not isinstance(kernel, AttentionKernel):
-        raise SPConfigError(f"{kernel!r} is no attention kernel: it lacks {', '.join(missing) or 'missing()'}")
+        raise SPConfigError("SP108", f"{kernel!r} is no attention kernel: it lacks {', '.join(missing) or 'missing()'}")
     if kernel.name in KERNELS or kernel.name == "auto":
-        raise SPConfigError(f"a kernel named {kernel.name!r} exists already")
+        raise SPConfigError("SP108", f"a kernel named {kernel.name!r} exists already")
     KERNELS[kernel.name] = kernel

@@ -88,8 +88,9 @@ def distribute(
         raise
     except Exception as error:
         raise UnsupportedGraphError(
+            "SP201",
             f"a graph with attention cannot be traced before dispatch: {type(error).__name__}: {error}. "
-            "Keep what fails here out of the graph that holds the attention: torch.compiler.disable its function"
+            "Keep what fails here out of the graph that holds the attention: torch.compiler.disable its function",
         ) from error
     if device is not None:
         retarget(captured, device)
@@ -131,30 +132,32 @@ def _require_inference(captured: Captured, sites: Sequence[Site], example_inputs
     """Refuse what the stages below do not cover."""
     where = place(sites[0].node)
     if captured.refusals:
-        raise UnsupportedGraphError(f"the graph around {where}: {'; '.join(captured.refusals)}")
+        raise UnsupportedGraphError("SP202", f"the graph around {where}: {'; '.join(captured.refusals)}")
     fixed = [i for i, x in enumerate(example_inputs) if getattr(x, "_dynamo_dynamic_indices", None)]
     if fixed:
         raise UnsupportedGraphError(
+            "SP203",
             f"the graph around {where}: mark_dynamic was called on an input of shape "
             f"{list(example_inputs[fixed[0]].shape)}, and every resolution is "
-            "compiled on its own; leave mark_dynamic out, or use torch._dynamo.maybe_mark_dynamic"
+            "compiled on its own; leave mark_dynamic out, or use torch._dynamo.maybe_mark_dynamic",
         )
     trains = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)
     if trains:
         raise UnsupportedGraphError(
+            "SP204",
             f"the graph around {where} is to be differentiated, and gradients are not available yet: "
-            "call the model under torch.no_grad() or torch.inference_mode()"
+            "call the model under torch.no_grad() or torch.inference_mode()",
         )
 
 
 def _require_exact(sites: Sequence[Site], found: Inference) -> None:
     """Refuse sites for which no exact exchange exists."""
-    refused = [(s, found.sites[s.node].refusal) for s in sites if found.sites[s.node].refusal]
+    refused = [(s, refusal) for s in sites if (refusal := found.sites[s.node].refusal)]
     if refused:
         more = f" ({len(refused) - 1} more sites like it)" if len(refused) > 1 else ""
-        site, why = refused[0]
+        site, (code, why) = refused[0]
         shapes = ", ".join(f"{n} {list(site.shape(n))}" for n in ("q", "k", "v"))
-        raise UnsupportedGraphError(f"{place(site.node)}: attention with {shapes}: {why}{more}")
+        raise UnsupportedGraphError(code, f"{place(site.node)}: attention with {shapes}: {why}{more}")
 
 
 def _for_inner(captured: Captured, dynamo: fx.GraphModule, rewritten: Rewritten) -> fx.GraphModule:

@@ -136,12 +136,14 @@ def register_attention(op: Any, adapter: AttentionCall) -> None:
     """
     overload = getattr(op, "_opoverload", op)
     if not isinstance(overload, torch._ops.OpOverload):
-        raise SPConfigError(f"register_attention wants an OpOverload or a torch.library.custom_op, not {op!r}")
+        raise SPConfigError("SP109", f"register_attention wants an OpOverload or a torch.library.custom_op, not {op!r}")
     names = [a.name for a in overload._schema.arguments]
     asked = [adapter.q, adapter.k, adapter.v, adapter.mask, adapter.causal, adapter.scale, adapter.dropout]
     unknown = [n for n in (*asked, *adapter.plain, *(adapter.lengths or ())) if n is not None and n not in names]
     if unknown:
-        raise SPConfigError(f"{overload} has no argument {', '.join(unknown)}; its arguments are {', '.join(names)}")
+        raise SPConfigError(
+            "SP109", f"{overload} has no argument {', '.join(unknown)}; its arguments are {', '.join(names)}"
+        )
     CALLS[overload._schema.name] = adapter
 
 

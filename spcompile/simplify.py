@@ -33,9 +33,10 @@ def simplify(module: fx.GraphModule) -> fx.GraphModule:
     for n in module.graph.nodes:
         if n.target is flex_attention and not _modifies_nothing(module, n):
             raise UnsupportedGraphError(
+                "SP206",
                 f"{place(n)}: flex_attention with a score_mod, or a block mask that may leave keys out, cannot be "
                 "distributed yet. Use scaled_dot_product_attention with attn_mask, or put torch.compiler.disable on "
-                "the function that calls it: it then runs on full tensors."
+                "the function that calls it: it then runs on full tensors.",
             )
     found = {n.name: replace for n in module.graph.nodes if (replace := _simpler(module, n)) is not None}
     if not found:

@@ -113,7 +113,8 @@ def find_sites(module: fx.GraphModule) -> list[Site]:
         hidden = isinstance(node.target, torch._ops.HigherOrderOperator) and any(map(has_attention, bodies(node)))
         if hidden:
             raise UnsupportedGraphError(
+                "SP205",
                 f"{place(node)}: attention inside `{node.target}`, whose branches are compiled apart. "
-                "Move the attention out of it, or decide in Python before the compiled model is called."
+                "Move the attention out of it, or decide in Python before the compiled model is called.",
             )
     return [Site(node, **ATTENTION[node.target](node)) for node in module.graph.nodes if node.target in ATTENTION]

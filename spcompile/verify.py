@@ -28,13 +28,15 @@ def verify(rewritten: Rewritten, captured: fx.Graph, sites: Sequence[Site], degr
         want = layout.local_shape(whole.shape, degree)
         if list(value.shape) != want or value.dtype != whole.dtype:
             raise UnsupportedGraphError(
+                "SP213",
                 f"{place(node)}: `{node.target}` should give {want} {whole.dtype} on each rank, "
-                f"and gives {list(value.shape)} {value.dtype}. This is a defect of spcompile; please report it."
+                f"and gives {list(value.shape)} {value.dtype}. This is a defect of spcompile; please report it.",
             )
         if node.target in NEEDS_STRIDES and (_memory(node) != _memory(origin) or _reaches_beyond(node)):
             raise UnsupportedGraphError(
+                "SP212",
                 f"{place(node)}: `{node.target}` reads memory by strides, which sharding changed. "
-                "Use view, reshape or slicing instead."
+                "Use view, reshape or slicing instead.",
             )
     _count_sites(rewritten, captured, sites)
 
@@ -64,8 +66,9 @@ def _count_sites(rewritten: Rewritten, captured: fx.Graph, sites: Sequence[Site]
     left = sum(n.target in kinds or adapter_of(n) is not None or "handwritten" in n.meta for n in nodes) - not_plain
     if not left == len(rewritten.report.attention) == len(sites):
         raise UnsupportedGraphError(
+            "SP213",
             f"{len(sites)} attention calls were captured, {len(rewritten.report.attention)} were handled and {left} "
-            "are in the rewritten graph. This is a defect of spcompile; please report it."
+            "are in the rewritten graph. This is a defect of spcompile; please report it.",
         )
 
 
@@ -76,8 +79,9 @@ def require_distributed(sites: Sequence[Site], report: Report) -> None:
         return
     reasons = "\n".join(f"  {e.name} ({e.source}): {e.reason}" for e in report.attention)
     raise UnsupportedGraphError(
+        "SP210",
         f"attention was found {len(sites)} times and none of it can be distributed:\n{reasons}\n"
-        "Use sp=1, or change what the reasons name."
+        "Use sp=1, or change what the reasons name.",
     )
 
 
@@ -89,5 +93,6 @@ def require_strict(report: Report) -> None:
     ]
     if problems:
         raise UnsupportedGraphError(
-            "strict=True, and the graph needs:\n" + "\n".join(problems) + "\nDrop strict to accept that cost."
+            "SP211",
+            "strict=True, and the graph needs:\n" + "\n".join(problems) + "\nDrop strict to accept that cost.",
         )

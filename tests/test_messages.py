@@ -22,7 +22,8 @@ def refusal(model, *args, error=spcompile.UnsupportedGraphError, degree=2, **opt
         simulate(model, args or (tokens(S),), ulysses=degree, **options)
     assert isinstance(info.value, spcompile.SPError)
     assert type(info.value).__name__ == error.__name__
-    return str(info.value)
+    assert str(info.value) == f"[{info.value.code}] {info.value.text}"
+    return info.value.text
 
 
 def line_of(text: str, file: str) -> int:

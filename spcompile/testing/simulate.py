@@ -129,7 +129,7 @@ def plan(
     with torch.no_grad(), torch._dynamo.config.patch(_NO_LIMITS):
         torch.compile(model, backend=compiler)(*args, **dict(kwargs or {}))
     if not planned.report.graphs and not planned.report.untouched:
-        raise SPConfigError("torch.compile compiled nothing here; call plan outside of dispatch modes")
+        raise SPConfigError("SP110", "torch.compile compiled nothing here; call plan outside of dispatch modes")
     return planned
 
 
@@ -140,15 +140,15 @@ _NO_LIMITS = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20
 def _config(sp: int | None, options: dict[str, Any]) -> Config:
     """The configuration of a backend that has no process group and runs eagerly."""
     if options.pop("inner", "eager") != "eager":
-        raise SPConfigError("a simulation runs the rewritten graph eagerly; leave inner= out")
+        raise SPConfigError("SP110", "a simulation runs the rewritten graph eagerly; leave inner= out")
     if options.pop("mesh", None) is not None:
-        raise SPConfigError("a simulation needs no process group; leave mesh= out")
+        raise SPConfigError("SP110", "a simulation needs no process group; leave mesh= out")
     defaults = {"ulysses": None, "ring": None, "kv_gather": None, "kernel": "auto", "options": None,
                 "strict": False, "min_tokens": 1, "dump": None,
                 "check": "first", "verify": "off", "timeout": None}  # fmt: skip
     config = make_config(sp, inner="eager", **(defaults | options))
     if config.degree is None:
-        raise SPConfigError("a simulation needs a number of ranks: sp=2, for example")
+        raise SPConfigError("SP110", "a simulation needs a number of ranks: sp=2, for example")
     return config
 
 
