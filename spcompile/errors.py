@@ -57,15 +57,11 @@ class SPError(Exception):
         text: `error.text`; ``str(error)`` has the code before it.
     """
 
-    @property
-    def code(self) -> str:
-        return self.args[0]
+    def __init__(self, code: str, text: str) -> None:
+        Exception.__init__(self, code, text)  # not what else a subclass derives from
+        self.code, self.text = code, text
 
-    @property
-    def text(self) -> str:
-        return self.args[1]
-
-    def __str__(self) -> str:
+    def __str__(self) -> str:  # from the attributes: Dynamo appends advice for its own errors to args[0]
         return f"[{self.code}] {self.text}"
 
 
@@ -102,5 +98,5 @@ def through_dynamo() -> Iterator[None]:
         if isinstance(error, ShortenTraceback):
             raise
         kind = type(error)
-        members = {"__module__": kind.__module__, "__init__": Exception.__init__, "first_useful_frame": None}
+        members = {"__module__": kind.__module__, "__init__": kind.__init__, "first_useful_frame": None}
         raise type(kind.__name__, (kind, ShortenTraceback), members)(error.code, error.text) from error.__cause__
