@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group, _world
 
+from spcompile.ops import hostmem
 from spcompile.ops import mesh as meshes
 
 
@@ -43,7 +44,7 @@ class Started:
     A `Wait` for it brings what was ``received``.
     """
 
-    works: list[dist.Work] = field(default_factory=list, init=False)
+    works: Sequence[dist.Work | _Taking] = field(default_factory=list, init=False)
     received: Any = field(default=None, init=False)
 
 
@@ -132,6 +133,12 @@ def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int])
     if isinstance(request, AllToAll):
         send = request.send.contiguous()
         received = torch.empty_like(send)
+        if memory := _shared_memory(list(send), peers):
+            message = memory.put(list(send))
+            for r, slot in enumerate(received):
+                _bytes(slot).copy_(message.arrived(r)[memory.rank])
+            message.done()
+            return received
         dist.all_to_all_single(_bytes(received), _bytes(send), group=peers)
         return received
     if isinstance(request, AllReduce):
@@ -162,9 +169,36 @@ def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int])
     return None
 
 
-def _collect(send: Sequence[Tensor], into: Sequence[Sequence[Tensor]], group: dist.ProcessGroup) -> list[dist.Work]:
+def _shared_memory(send: Sequence[Tensor], group: dist.ProcessGroup) -> hostmem.HostMemory | None:
+    """Memory of all ranks of the group through which ``send`` can go now."""
+    memory = hostmem.of(group) if all(p.is_cpu for p in send) else None
+    return memory if memory is not None and memory.idle and hostmem.fits(send) else None
+
+
+@dataclass(frozen=True)
+class _Taking:
+    """Receiving from shared memory, like `dist.Work`."""
+
+    message: hostmem.Message
+    into: Sequence[Sequence[Tensor]]
+
+    def wait(self) -> None:
+        for r in self.message.memory.others:
+            for piece, sent in zip(self.into[r], self.message.arrived(r), strict=True):
+                _bytes(piece).copy_(sent)
+        self.message.done()
+
+
+def _collect(
+    send: Sequence[Tensor], into: Sequence[Sequence[Tensor]], group: dist.ProcessGroup
+) -> Sequence[dist.Work | _Taking]:
     """Start sending ``send`` to all and receiving ``into``."""
     rank = dist.get_rank(group)
+    if memory := _shared_memory(send, group):
+        message = memory.put(send)
+        for mine, piece in zip(into[rank], send, strict=True):
+            mine.copy_(piece)
+        return [_Taking(message, into)]
     transfers = []
     for piece in map(_bytes, send):
         transfers += [dist.P2POp(dist.isend, piece, group=group, group_peer=r) for r in range(len(into)) if r != rank]

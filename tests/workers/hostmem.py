@@ -1,0 +1,115 @@
+"""What ranks of one host send each other through shared memory. For test_hostmem.py, which starts one for each rank.
+
+hostmem.py RANK SIZE FOLDER: rank 0 writes what it saw to FOLDER/found.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spcompile.ops import hostmem, wire
+
+
+def exchanged(rank: int, size: int, number: int, dtype: torch.dtype = torch.float32) -> bool:
+    """One gather and one all-to-all; is what arrived what the others sent?"""
+
+    def sent(r: int) -> Tensor:
+        return torch.arange(size * 1000).view(size, 1000).to(dtype) + r + 7 * number
+
+    def program() -> Any:
+        gather = wire.AllGather(sent(rank))
+        yield gather
+        gathered = yield wire.Wait(gather)
+        swapped = yield wire.AllToAll(sent(rank))
+        return gathered, swapped
+
+    gathered, swapped = wire.over_group(program(), dist.group.WORLD.group_name, [1, size, 1])
+    whole = torch.stack([sent(r) for r in range(size)])
+    return torch.equal(gathered, whole) and torch.equal(swapped, whole[:, rank])
+
+
+def several_on_their_way(rank: int, size: int) -> bool:
+    """The second and third start before the first is taken: they go through gloo."""
+
+    def program() -> Any:
+        gathers = [wire.AllGather(torch.full((5,), 10.0 * i + rank)) for i in range(3)]
+        for g in gathers:
+            yield g
+        received = []
+        for g in gathers:
+            received.append((yield wire.Wait(g)))
+        return received
+
+    got = wire.over_group(program(), dist.group.WORLD.group_name, [1, size, 1])
+    return all(torch.equal(g[:, 0], 10.0 * i + torch.arange(size)) for i, g in enumerate(got))
+
+
+def raised(call: Any) -> str:
+    start = time.monotonic()
+    try:
+        call()
+    except RuntimeError as error:
+        return f"{error} [{time.monotonic() - start:.0f} s]"
+    return ""
+
+
+@contextlib.contextmanager
+def group(
+    rank: int, size: int, folder: Path, timeout_s: float = 60, may_open: bool = True
+) -> Iterator[hostmem.HostMemory | None]:
+    store = folder / f"store{len(list(folder.glob(f'{rank}.began*')))}"
+    (folder / f"{rank}.began{store.name}").touch()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+    )
+    with contextlib.nullcontext() if may_open else mock.patch("os.open", side_effect=PermissionError):
+        memory = hostmem.of(dist.group.WORLD)
+    yield memory
+    dist.destroy_process_group()
+
+
+def main(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    with group(rank, size, folder) as memory:
+        found["shared"] = memory is not None
+        found["exact"] = [exchanged(rank, size, i) for i in range(20)]
+        found["dtypes"] = [
+            exchanged(rank, size, 1, t) for t in (torch.bfloat16, torch.bool, torch.complex64, torch.int8)
+        ]
+        found["messages"] = memory.number
+        found["several"] = several_on_their_way(rank, size)
+        with mock.patch.object(hostmem, "SLOT", 100):
+            found["too large"] = exchanged(rank, size, 3)
+        found["more messages"] = memory.number - found["messages"]
+    with group(rank, size, folder, may_open=rank != 0) as memory:
+        found["shared if one may not"] = memory is not None
+        found["exact without"] = exchanged(rank, size, 4)
+    with group(rank, size, folder, timeout_s=3):
+        if rank == 0:
+            found["one is late"] = raised(lambda: exchanged(rank, size, 5))
+        else:
+            time.sleep(6)
+    with group(rank, size, folder):
+        if rank:
+            os._exit(0)
+        found["one is gone"] = raised(lambda: exchanged(rank, size, 6))
+        (folder / "found.json").write_text(json.dumps(found))
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
