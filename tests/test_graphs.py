@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from graphs import Code, Outcome, Program, Tally, build, check, describe, generate, script, shrink, sweep
+from graphs.check import Outcome, check
+from graphs.generate import build, generate
+from graphs.program import Code, Program, script
+from graphs.shrink import shrink
+from graphs.sweep import Tally, describe, sweep
 
 CHUNK, DEFAULT = 100, 36
 LONG = 50 * CHUNK
@@ -57,7 +61,7 @@ def test_shrinking_keeps_the_failure_and_little_else(monkeypatch: pytest.MonkeyP
     def fails_on_flip(program: Program) -> Outcome:
         return Outcome("wrong value" if ".flip(1)" in Code(program).source() else "right")
 
-    monkeypatch.setattr("graphs.check", fails_on_flip)
+    monkeypatch.setattr("graphs.shrink.check", fails_on_flip)
     program = next(p for p in map(generate, range(1000)) if fails_on_flip(p).failed and len(p.steps) > 6)
     small = shrink(program, "wrong value")
     assert fails_on_flip(small).failed
