@@ -114,7 +114,7 @@ class Report:
 
     def __str__(self) -> str:
         buffer = io.StringIO()
-        console = Console(file=buffer, width=140)
+        console = Console(file=buffer, width=_WIDTH)
         console.print(self._summary(), soft_wrap=True)
         if self.attention:
             console.print(_table("attention", _grouped(self.attention)))
@@ -156,33 +156,42 @@ def _grouped(entries: list[AttentionEntry]) -> list[dict[str, Any]]:
     """Sites that differ only in their name share a row."""
     rows: dict[Any, dict[str, Any]] = {}
     for e in entries:
-        row = {k: v for k, v in asdict(e).items() if k != "wasted"} | {
-            "shape": "x".join(map(str, e.shape)),
-            "source": _short(e.source),
-        }
-        key = tuple(v for k, v in row.items() if k != "name")
+        key = tuple(v for k, v in asdict(e).items() if k != "name")
         if key in rows:
             rows[key]["sites"] += 1
-        else:
-            rows[key] = {"sites": 1, "first site": row.pop("name"), **row}
+            continue
+        rows[key] = {
+            "sites": 1,
+            "first site": f"{e.name}\n{_short(e.source)}",
+            "shape": "x".join(map(str, e.shape)),
+            "exchange, kernel": f"{e.exchange}\n{e.kernel}",
+            "reason": e.reason + (f"\nnext: {e.runner_up}" if e.runner_up else ""),
+            "sent": f"{_bytes(e.bytes_per_rank)}\n{_count(e.collectives, 'collective')}",
+        }
     return list(rows.values())
 
 
-def _row(entry: Any) -> dict[str, Any]:
-    return {k: v for k, v in asdict(entry).items() if k != "between_sites"} | {"source": _short(entry.source)}
+def _row(entry: ReductionEntry | RegatherEntry) -> dict[str, Any]:
+    row = {k: v for k, v in asdict(entry).items() if k not in ("between_sites", "bytes_per_rank")}
+    return row | {"source": _short(entry.source), "sent": _bytes(entry.bytes_per_rank)}
 
 
 def _short(source: str) -> str:
-    """The last two parts of a path: enough to find it, and it fits a row."""
-    return "/".join(source.split("/")[-2:])
+    """Without the folders: enough to find it, and it fits a row."""
+    return source.rpartition("/")[2]
+
+
+_WIDTH = 1000
+"""Of a table at most: they are as wide as what they hold."""
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:
+    """Reasons are wrapped, between words; all else is kept as it is, to be copied and searched for."""
     table = Table(title=title, title_justify="left")
     for name in rows[0]:
-        table.add_column(name.replace("bytes_per_rank", "sent"), overflow="fold")
+        table.add_column(name, no_wrap="reason" not in name, max_width=48 if "reason" in name else None)
     for row in rows:
-        table.add_row(*(_bytes(v) if k == "bytes_per_rank" else str(v) for k, v in row.items()))
+        table.add_row(*map(str, row.values()))
     return table
 
 
