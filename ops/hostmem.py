@@ -48,6 +48,7 @@ class HostMemory:
         counters = [s[:_HEADER].view(torch.int64).numpy() for s in self.segments]
         self.sent, self.taken = ([c[i * _LINE :] for c in counters] for i in (0, 1))
         self.number = 0
+        self.waiting = self.interrupted = False
 
     @property
     def others(self) -> list[int]:
@@ -62,27 +63,48 @@ class HostMemory:
         """Send ``pieces`` (contiguous, of as many bytes in all on every rank) to all others."""
         self.number += 1
         for r in self.others:
-            self._wait(r, self.taken[r], self.number - 2)
+            self.wait(r, self.taken[r], self.number - 2)
         message = Message(self, self.number, [p.numel() * p.element_size() for p in pieces])
         for piece, slot in zip(pieces, message.pieces(self.rank), strict=True):
             slot.copy_(_bytes(piece))
         self.sent[self.rank][0] = self.number
         return message
 
-    def _wait(self, rank: int, counter: object, number: int) -> None:
+    def wait(self, rank: int, counter: Any, number: int) -> None:
+        """Until a rank's counter is there. Raises RuntimeError, as gloo does, if it is no use to wait on."""
         start = last_look = time.monotonic()
-        while counter[0] < number:  # type: ignore[index]
-            now = time.monotonic()
-            if now - last_look > _LOOK_S:
-                last_look = now
-                self._look(rank, now - start)
-            if now - start > _SPIN_S:
-                time.sleep(_NAP_S)
-            else:
-                os.sched_yield()
+        self.waiting = True
+        try:
+            while counter[0] < number:
+                now = time.monotonic()
+                if now - last_look > _LOOK_S:
+                    last_look = now
+                    self._look(rank, now - start)
+                if now - start > _SPIN_S:
+                    time.sleep(_NAP_S)
+                else:
+                    os.sched_yield()
+        finally:
+            self.waiting = False
+
+    def interrupt(self) -> bool:
+        """From another thread: end the exchange in which this rank waits, as if it had never begun.
+
+        For one that not all ranks have begun. False if this rank does not wait here.
+        """
+        if not self.waiting:
+            return False
+        self.interrupted = True
+        while self.waiting:
+            time.sleep(_NAP_S)
+        self.interrupted = False
+        return True
 
     def _look(self, rank: int, waited: float) -> None:
-        """Raises RuntimeError, as gloo does, if it is no use to wait on."""
+        if self.interrupted:
+            self.number -= 1
+            self.sent[self.rank][0] = self.number
+            raise RuntimeError("an exchange that not all ranks had begun was ended")
         status = Path(f"/proc/{self.pids[rank]}/stat")
         if not status.exists() or status.read_text().rpartition(")")[2].split()[0] in "ZX":
             raise RuntimeError(
@@ -106,7 +128,7 @@ class Message:
 
     def arrived(self, rank: int) -> list[Tensor]:
         """A rank's pieces, when they are there. To be read before `done`."""
-        self.memory._wait(rank, self.memory.sent[rank], self.number)
+        self.memory.wait(rank, self.memory.sent[rank], self.number)
         return self.pieces(rank)
 
     def done(self) -> None:

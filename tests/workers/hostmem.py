@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from threading import Timer
 from typing import Any
 from unittest import mock
 
@@ -98,6 +99,13 @@ def main(rank: int, size: int, folder: Path) -> None:
     with group(rank, size, folder, may_open=rank != 0) as memory:
         found["shared if one may not"] = memory is not None
         found["exact without"] = exchanged(rank, size, 4)
+    with group(rank, size, folder) as memory:
+        if rank == 0:
+            Timer(1.0, memory.interrupt).start()
+            found["interrupted"] = raised(lambda: exchanged(rank, size, 7))
+        dist.barrier()
+        exact = exchanged(rank, size, 8)
+        found["exact after it"] = exact and memory.number == 2
     with group(rank, size, folder, timeout_s=3):
         if rank == 0:
             found["one is late"] = raised(lambda: exchanged(rank, size, 5))
