@@ -252,3 +252,11 @@ def test_the_last_compilation_before_dynamos_limit_warns(fake_group):
     told = [w for w in caught if w.category is spcompile.RecompileLimitWarning]
     assert len(told) == 1
     assert "compilation 2 of this code" in str(told[0].message)
+
+
+def test_a_graph_that_draws_random_numbers_is_not_verified_and_says_so(fake_group):
+    fake_group(2)
+    backend, attention = spcompile.backend(ulysses=2, inner="eager", verify="first"), SelfAttention()
+    with torch.no_grad(), pytest.warns(UserWarning, match="a graph that draws random numbers cannot be compared"):
+        torch.compile(lambda x: attention(attention(x) + torch.randn_like(x)), backend=backend)(tokens(S))
+    assert backend.report().verified == []
