@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from spcompile.capture import parts_of
-from spcompile.errors import RankMismatchError, VerificationError
+from spcompile.errors import RankMismatchError, SPError, VerificationError
 
 _rounds: Counter[str] = Counter()
 """How many graphs were agreed on, by name of the group: all ranks count alike."""
@@ -59,6 +59,9 @@ def agree(group: dist.ProcessGroup, facts: Mapping[str, str], what: str, timeout
     everyone = [json.loads(store.get(key)) for key in keys]
     if turn:  # all have read the round before, since all are here
         store.delete_key(f"spcompile/{turn - 1}/{rank}")
+    for other, facts in enumerate(everyone):
+        if _FAILED in facts:
+            raise RankMismatchError(f"rank {other} of the group cannot run {what}: {facts[_FAILED]}")
     if any(other != everyone[0] for other in everyone):
         raise RankMismatchError(
             f"the ranks compiled different graphs for {what}:\n{_differences(everyone)}\n"
@@ -66,13 +69,21 @@ def agree(group: dist.ProcessGroup, facts: Mapping[str, str], what: str, timeout
         )
 
 
-def decline(group: dist.ProcessGroup, reason: str) -> None:
-    """Tell the others that this rank refuses the graph, so that none waits for it."""
-    if dist.get_backend(group) == "fake":
-        return
-    turn = _rounds[group.group_name]
-    _rounds[group.group_name] += 1
-    _get_process_group_store(group).set(f"spcompile/{turn}/{group.rank()}", json.dumps({"refused": reason}))
+_FAILED = "failed"
+
+
+@contextlib.contextmanager
+def or_decline(group: dist.ProcessGroup) -> Iterator[None]:
+    """Whatever is raised inside is told to the others too, so that none waits for this rank."""
+    try:
+        yield
+    except Exception as error:
+        if dist.get_backend(group) != "fake":
+            turn = _rounds[group.group_name]
+            _rounds[group.group_name] += 1
+            reason = str(error) if isinstance(error, SPError) else f"{type(error).__name__}: {error}"
+            _get_process_group_store(group).set(f"spcompile/{turn}/{group.rank()}", json.dumps({_FAILED: reason}))
+        raise
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -122,11 +133,17 @@ _ODD = 0x9E3779B97F4A7C1 | 1
 class SameInputs:
     """Calls ``compiled``, and compares the inputs of all ranks before the first call, or before each.
 
-    ``names`` are the inputs as the user knows them. ``draws``: the graph draws random numbers, so generators count.
+    ``names`` are those to compare, by place, as the user knows them. ``draws``: the graph draws random numbers, so
+    generators count.
     """
 
     def __init__(
-        self, compiled: Callable[..., Any], group: dist.ProcessGroup, names: Sequence[str], draws: bool, always: bool
+        self,
+        compiled: Callable[..., Any],
+        group: dist.ProcessGroup,
+        names: Mapping[int, str],
+        draws: bool,
+        always: bool,
     ) -> None:
         self.compiled, self.group, self.names, self.draws, self.always = compiled, group, names, draws, always
         self.checked = False
@@ -139,13 +156,15 @@ class SameInputs:
 
     def compare(self, inputs: Sequence[Any]) -> None:
         """Raises `RankMismatchError` on every rank if an input differs."""
-        pairs = [(n, part) for n, x in zip(self.names, inputs, strict=True) for part in parts_of(x)]
+        pairs = [(name, part) for i, name in self.names.items() for part in parts_of(inputs[i])]
         named = [(n, x) for n, x in pairs if isinstance(x, Tensor)]
         tensors = [x for _, x in named]
         names = [n for n, _ in named]
         if self.draws:
             names.append(_GENERATOR)
             tensors.append(_generator_state(tensors))
+        if not tensors:
+            return
         device = "cuda" if "nccl" in dist.get_backend(self.group) else "cpu"
         mine = torch.stack([digest(x).to(device) for x in tensors])
         everyone = [torch.empty_like(mine) for _ in range(self.group.size())]

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from spcompile.agreement import SameInputs, Verified, agree, decline, input_names
+from spcompile.agreement import SameInputs, Verified, agree, input_names, or_decline
 from spcompile.config import Config, make_config
-from spcompile.errors import RecompileLimitWarning, SPError, through_dynamo
+from spcompile.errors import RecompileLimitWarning, through_dynamo
 from spcompile.group import make_axes, resolve
 from spcompile.inner import compile_inner, fingerprint
 from spcompile.pipeline import distribute
@@ -47,26 +47,28 @@ class Backend:
         config = replace(self.config, degree=group.size(), mesh=self.config.mesh or ranks.mesh)
         if config.degree == 1:
             return compile_inner(config, module, example_inputs)
-        try:
+        what = f"graph {self._report.graphs}"
+        with or_decline(group):
             local = distribute(module, example_inputs, config, group.size(), group.group_name, self._report.graphs)
-        except SPError as error:
-            decline(group, str(error))
-            raise
         if local is None:
             self._report.add(Report(group.size(), untouched=1))
             return compile_inner(self.config, module, example_inputs)
-        agree(group, self._facts | local.facts, f"graph {self._report.graphs}", config.timeout)
+        agree(group, self._facts | local.facts, what, config.timeout)
         if group.rank() == 0:
             warn_of_regathers(local.report)
         make_axes(group, local.meshes)
-        compiled = local.compiled(partial(compile_inner, self.config), example_inputs)
+        with or_decline(group):
+            compiled = local.compiled(partial(compile_inner, self.config), example_inputs)
+        agree(group, {}, what, config.timeout)
         self._report.add(local.report)
         if config.verify == "first" and local.draws:
             warnings.warn("verify='first': a graph that draws random numbers cannot be compared", stacklevel=2)
         elif config.verify == "first":
             compiled = Verified(compiled, module.forward, self._report.verified.append)
         if config.check != "off":
-            compiled = SameInputs(compiled, group, input_names(module), local.draws, always=config.check == "always")
+            names = input_names(module)
+            read = {i: names[i] for i in local.inputs_read}
+            compiled = SameInputs(compiled, group, read, local.draws, always=config.check == "always")
         _warn_before_the_limit()
         return compiled
 

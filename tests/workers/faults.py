@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -176,12 +177,113 @@ def first_block_cache() -> dict[str, Any]:
 
 
 @case
+def different_constants() -> dict[str, Any]:
+    model = seeded()
+    scale = float(dist.get_rank())
+    return attempt(lambda: compiled(lambda x: model(x + torch.tensor([scale, 1.0]).sum()))(noise(0)))
+
+
+@case
+def histories_that_differ() -> dict[str, Any]:
+    """One rank alone has seen two resolutions and three scales: what it compiles from then on is dynamic."""
+    inner = seeded()
+
+    def model(x: torch.Tensor, scale: float, tail: int) -> torch.Tensor:
+        return inner(x * scale)[:, tail:]
+
+    if dist.get_rank():
+        alone = torch.compile(model, backend="eager")
+        for length, scale, tail in ((5, 0.5, 0), (6, 0.6, 1), (8, 0.7, 2)):
+            alone(noise(0, length), scale, tail)
+    call = compiled(model, timeout=60)
+    steps = [(noise(0, n), scale, tail) for n, scale, tail in ((7, 0.9, 1), (9, 1.1, 2), (7, 0.9, 1), (11, 0.9, 3))]
+    return {"off": max(float((call(*step) - model(*step)).abs().max()) for step in steps)}
+
+
+@case
+def automatic_dynamic_shapes() -> dict[str, Any]:
+    model = seeded()
+    graphs: list[int] = []
+
+    def inner(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(sum(isinstance(x, torch.SymInt) for x in inputs))
+        return module.forward
+
+    call = compiled(model, inner=inner, timeout=60)
+    lengths = (7, 9, 11, 7, 9, 11)
+    return {"off": max(float((call(x) - model(x)).abs().max()) for x in (noise(0, n) for n in lengths)), "graphs": graphs}
+
+
+def _raises_on(ranks: tuple[int, ...], error: Exception, at_run_time: bool = False) -> dict[str, Any]:
+    """The inner backend raises: what this rank is told."""
+    model = seeded()
+
+    def inner(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        def run(*inputs: Any) -> Any:
+            raise error
+
+        if dist.get_rank() not in ranks:
+            return module.forward
+        if at_run_time:
+            return run
+        raise error
+
+    return attempt(lambda: compiled(model, inner=inner, timeout=60)(noise(0)))
+
+
+@case
+def out_of_memory_in_the_inner_compile_of_one() -> dict[str, Any]:
+    return _raises_on((1,), torch.OutOfMemoryError("tried to allocate 3 GiB")) | {"goes_on": goes_on()}
+
+
+@case
+def out_of_memory_in_the_inner_compile_of_all() -> dict[str, Any]:
+    return _raises_on((0, 1), MemoryError("no more")) | {"goes_on": goes_on()}
+
+
+@case
+def the_inner_backend_of_one_raises() -> dict[str, Any]:
+    return _raises_on((1,), KeyError("nothing by that name")) | {"goes_on": goes_on()}
+
+
+@case
+def dynamo_fails_on_one() -> dict[str, Any]:
+    """A weight on another device than the input: nothing gets as far as the backend."""
+    model = seeded().to("meta" if dist.get_rank() else "cpu")
+    found = attempt(lambda: compiled(model)(noise(0)))
+    if dist.get_rank():
+        time.sleep(SHORT)
+    return found | {"goes_on": goes_on()}
+
+
+@case
+def refusals_suppressed() -> dict[str, Any]:
+    """Dynamo is told to run what it cannot compile: one rank refuses, so none shares."""
+    model = seeded()
+    rank = dist.get_rank()
+    flips = [lambda x: model(model(x)), lambda x: model(model(x).flip(1))]
+    off: list[float] = []
+    with torch._dynamo.config.patch(suppress_errors=True), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call = compiled(flips[rank], strict=True)
+        found = attempt(lambda: off.append(float((call(noise(0)) - flips[rank](noise(0))).abs().max())))
+    told = [str(w.message) for w in caught if w.category.__name__ == "UnshardedWarning"]
+    return found | {"off": off, "told": told, "goes_on": goes_on()}
+
+
+@case
 def one_compiles_while_the_other_runs() -> dict[str, Any]:
     """The last of its launch: one rank is left in a collective that nobody joins."""
     model = seeded()
     call = compiled(model)
     call(noise(0, 7))
     return attempt(lambda: call(noise(0, 9 if dist.get_rank() else 7)))
+
+
+@case
+def the_inner_backend_of_one_raises_at_run_time() -> dict[str, Any]:
+    """The last of its launch: one rank is left in a collective that nobody joins."""
+    return _raises_on((1,), ValueError("a kernel failed"), at_run_time=True)
 
 
 @case
