@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch._dynamo.exc import ShortenTraceback
 
 
@@ -36,14 +38,32 @@ class RecompileLimitWarning(UserWarning):
     """Dynamo is about to give up compiling; what follows runs unsharded on every rank."""
 
 
+class UnshardedWarning(UserWarning):
+    """A refusal that Dynamo was told to suppress: the code runs as it is, in full on this rank."""
+
+
 @contextmanager
 def through_dynamo() -> Iterator[None]:
-    """Let an `SPError` leave torch.compile as it is; Dynamo wraps all others in ``BackendCompilerFailed``."""
+    """Let an `SPError` leave torch.compile as it is; Dynamo wraps all others in ``BackendCompilerFailed``.
+
+    Where Dynamo is told to run what it cannot compile, nothing leaves it: then a warning says what happens.
+    """
     try:
         yield
-    except SPError as error:
-        if isinstance(error, ShortenTraceback):
+    except Exception as error:
+        if torch._dynamo.config.suppress_errors:
+            warnings.warn(
+                f"torch._dynamo.config.suppress_errors is set: this code runs as it is, in full on this rank, instead of "
+                f"raising {type(error).__name__}: {error}",
+                UnshardedWarning,
+                stacklevel=2,
+            )
+        if isinstance(error, ShortenTraceback) or not isinstance(error, SPError):
             raise
         kind = type(error)
-        members = {"__module__": kind.__module__, "__init__": Exception.__init__, "first_useful_frame": None}
+        members = {"__module__": kind.__module__, "__init__": _as_dynamos}
         raise type(kind.__name__, (kind, ShortenTraceback), members)(str(error)) from error.__cause__
+
+
+def _as_dynamos(self: ShortenTraceback, text: str) -> None:
+    ShortenTraceback.__init__(self, text, first_useful_frame=None)
