@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from spcompile.alarm import call_for
 from spcompile.capture import parts_of
 from spcompile.errors import RankMismatchError, SPError, VerificationError
 
@@ -51,9 +52,16 @@ def agree(group: dist.ProcessGroup, facts: Mapping[str, str], what: str, timeout
         missing = [r for r, key in enumerate(keys) if not store.check([key])]
         store.delete_key(keys[rank])  # as if this rank had not come either, so that turns stay alike
         _rounds[group.group_name] = turn
+        call_for(
+            group,
+            missing,
+            f"rank {rank} of the group waited {wait.total_seconds():g} s for this rank to compile {what}, and gave up "
+            "while this rank ran a graph that it has already. Every rank must make the same calls in the same order. "
+            "The connections of this process group are broken; go on with a new one",
+        )
         raise RankMismatchError(
             f"rank {_list(missing)} of the group did not compile {what} within {wait.total_seconds():g} s: it runs a "
-            "graph that it has already, failed, or never called the model. Every rank must make the same calls in the "
+            "graph that it has already, is past Dynamo's recompile limit, failed, or never called the model. Every rank must make the same calls in the "
             "same order"
         ) from error
     everyone = [json.loads(store.get(key)) for key in keys]

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from spcompile.agreement import SameInputs, Verified, agree, input_names, or_decline
+from spcompile.alarm import alarm_of
 from spcompile.config import Config, make_config
 from spcompile.errors import RecompileLimitWarning, SPConfigError, UnsupportedGraphError, through_dynamo
 from spcompile.group import make_axes, resolve
@@ -62,6 +63,8 @@ class Backend:
         with or_decline(group):
             compiled = local.compiled(partial(compile_inner, self.config), example_inputs)
         agree(group, {}, what, config.timeout)
+        alarm = alarm_of(group)
+        compiled = alarm.guard(compiled) if alarm is not None else compiled
         self._report.add(local.report)
         if config.verify == "first" and local.draws:
             warnings.warn("verify='first': a graph that draws random numbers cannot be compared", stacklevel=2)

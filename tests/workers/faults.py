@@ -214,7 +214,7 @@ def automatic_dynamic_shapes() -> dict[str, Any]:
     return {"off": max(float((call(x) - model(x)).abs().max()) for x in (noise(0, n) for n in lengths)), "graphs": graphs}
 
 
-def _raises_on(ranks: tuple[int, ...], error: Exception, at_run_time: bool = False) -> dict[str, Any]:
+def _raises_on(ranks: tuple[int, ...], error: Exception, at_run_time: bool = False, **options: Any) -> dict[str, Any]:
     """The inner backend raises: what this rank is told."""
     model = seeded()
 
@@ -228,7 +228,7 @@ def _raises_on(ranks: tuple[int, ...], error: Exception, at_run_time: bool = Fal
             return run
         raise error
 
-    return attempt(lambda: compiled(model, inner=inner, timeout=60)(noise(0)))
+    return attempt(lambda: compiled(model, inner=inner, timeout=60, **options)(noise(0)))
 
 
 @case
@@ -252,7 +252,7 @@ def dynamo_fails_on_one() -> dict[str, Any]:
     model = seeded().to("meta" if dist.get_rank() else "cpu")
     found = attempt(lambda: compiled(model)(noise(0)))
     if dist.get_rank():
-        time.sleep(SHORT)
+        time.sleep(SHORT + 2)
     return found | {"goes_on": goes_on()}
 
 
@@ -273,19 +273,49 @@ def refusals_suppressed() -> dict[str, Any]:
     return found | {"off": off, "told": told, "goes_on": goes_on()}
 
 
+def _one_compiles_while_the_other_runs(**options: Any) -> dict[str, Any]:
+    """In a group of its own, whose connections end broken; then in another one."""
+    model, group = seeded(), dist.new_group([0, 1])
+    call = compiled(model, mesh=group, **options)
+    call(noise(0, 7))
+    found = attempt(lambda: call(noise(0, 9 if dist.get_rank() else 7)))
+    time.sleep(SHORT)  # alive while the other waits
+    torch._dynamo.reset()
+    again = compiled(model, mesh=dist.new_group([0, 1]), timeout=60)
+    return found | {"goes_on": bool(torch.allclose(again(noise(5, 11)), model(noise(5, 11)), atol=1e-5))}
+
+
 @case
 def one_compiles_while_the_other_runs() -> dict[str, Any]:
-    """The last of its launch: one rank is left in a collective that nobody joins."""
+    return _one_compiles_while_the_other_runs(kv_gather=2)
+
+
+@case
+def one_compiles_while_the_other_runs_ulysses() -> dict[str, Any]:
+    return _one_compiles_while_the_other_runs(ulysses=2)
+
+
+@case
+def one_is_past_its_limit() -> dict[str, Any]:
+    """It runs unsharded, and right; the other is told."""
     model = seeded()
     call = compiled(model)
     call(noise(0, 7))
-    return attempt(lambda: call(noise(0, 9 if dist.get_rank() else 7)))
+    off: list[float] = []
+    with torch._dynamo.config.patch(recompile_limit=8 if dist.get_rank() else 1):
+        found = attempt(lambda: off.append(float((call(noise(0, 9)) - model(noise(0, 9))).abs().max())))
+    if not dist.get_rank():
+        time.sleep(SHORT + 2)
+    return found | {"off": off, "goes_on": goes_on()}
 
 
 @case
 def the_inner_backend_of_one_raises_at_run_time() -> dict[str, Any]:
-    """The last of its launch: one rank is left in a collective that nobody joins."""
-    return _raises_on((1,), ValueError("a kernel failed"), at_run_time=True)
+    """In a group of its own, whose timeout is short: one rank is left in a collective that nobody joins."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=SHORT))
+    found = _raises_on((1,), ValueError("a kernel failed"), at_run_time=True, mesh=group)
+    time.sleep(2 * SHORT * dist.get_rank())  # alive while the other waits
+    return found
 
 
 @case
