@@ -61,8 +61,8 @@ def agree(group: dist.ProcessGroup, facts: Mapping[str, str], what: str, timeout
         )
         raise RankMismatchError(
             f"rank {_list(missing)} of the group did not compile {what} within {wait.total_seconds():g} s: it runs a "
-            "graph that it has already, is past Dynamo's recompile limit, failed, or never called the model. Every rank must make the same calls in the "
-            "same order"
+            "graph that it has already, is past Dynamo's recompile limit, failed, or never called the model. "
+            "Every rank must make the same calls in the same order"
         ) from error
     everyone = [json.loads(store.get(key)) for key in keys]
     if turn:  # all have read the round before, since all are here

@@ -35,7 +35,8 @@ class Alarm:
         self.group = group
         self.steps, self.reason = 0, ""
         self.store = _get_process_group_store(group)
-        self.thread = Thread(target=self.watch, args=(self.store.clone(),), daemon=True, name="spcompile alarm")
+        own: Any = self.store  # a connection waits for one thing at a time
+        self.thread = Thread(target=self.watch, args=(own.clone(),), daemon=True, name="spcompile alarm")
         self.thread.start()
         atexit.register(self.stop)
 
@@ -106,7 +107,7 @@ def _key(rank: int) -> str:
 def _break(group: dist.ProcessGroup) -> None:
     """End all that a group and its sub-groups wait for: a receive that times out closes gloo's connections."""
     for part in (group, *wire.sub_groups(group)):
-        backend = part._get_backend(torch.device("cpu"))
+        backend: Any = part._get_backend(torch.device("cpu"))
         peer = (part.rank() + 1) % part.size()
         try:
             backend.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))

@@ -108,8 +108,8 @@ def _require_values(module: fx.GraphModule, example_inputs: Sequence[Any], group
         if x.device.type not in kinds:
             raise SPConfigError(
                 f"`{name}` is on {x.device.type}, and the process group ({dist.get_backend(group)}) sends between "
-                f"{' and '.join(sorted(kinds))} devices. Move the model and its inputs there, or pass mesh= with a group for "
-                f"{x.device.type}"
+                f"{' and '.join(sorted(kinds))} devices. Move the model and its inputs there, or pass mesh= with a "
+                f"group for {x.device.type}"
             )
 
 

@@ -186,8 +186,8 @@ def _require_traceable(module: fx.GraphModule) -> None:
         first, node = found[0]
         where = next((n for n in list(module.graph.nodes)[first:] if n.meta.get("stack_trace")), node)
         raise UnsupportedGraphError(
-            f"{source_of(where)}: {UNTRACEABLE[node.target.__name__]} cannot be traced together with attention. Write it "
-            "out, or put torch.compiler.disable on the function that calls it: it then runs on full tensors"
+            f"{source_of(where)}: {UNTRACEABLE[node.target.__name__]} cannot be traced together with attention. "
+            "Write it out, or put torch.compiler.disable on the function that calls it: it then runs on full tensors"
         )
 
 

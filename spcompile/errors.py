@@ -53,8 +53,8 @@ def through_dynamo() -> Iterator[None]:
     except Exception as error:
         if torch._dynamo.config.suppress_errors:
             warnings.warn(
-                f"torch._dynamo.config.suppress_errors is set: this code runs as it is, in full on this rank, instead of "
-                f"raising {type(error).__name__}: {error}",
+                "torch._dynamo.config.suppress_errors is set: this code runs as it is, in full on this rank, instead "
+                f"of raising {type(error).__name__}: {error}",
                 UnshardedWarning,
                 stacklevel=2,
             )

@@ -22,7 +22,8 @@ LAUNCHES = (
     (
         "different_noise", "different_weights", "different_noise_unchecked", "different_noise_later",
         "different_generators", "equal_generators", "different_options", "one_refuses", "one_never_comes",
-        "resolutions_in_different_orders", "verified", "first_block_cache", "different_constants",
+        "resolutions_in_different_orders", "verified", "first_block_cache", "unset_memory_is_nan",
+        "different_constants",
         "histories_that_differ", "automatic_dynamic_shapes", "out_of_memory_in_the_inner_compile_of_one",
         "out_of_memory_in_the_inner_compile_of_all", "the_inner_backend_of_one_raises", "dynamo_fails_on_one",
         "refusals_suppressed", "one_is_past_its_limit",
@@ -127,6 +128,11 @@ def test_a_first_block_cache_decides_alike_on_all_ranks():
     for result in measured("first_block_cache"):
         assert result["off"] < 1e-5
         assert result["skipped"] == [2, 2]
+
+
+def test_memory_that_nobody_set_reaches_no_token():
+    for result in measured("unset_memory_is_nan"):
+        assert all(off < 1e-4 for off in result.values()), result
 
 
 def test_constants_that_differ_are_told():

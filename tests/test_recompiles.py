@@ -1,4 +1,4 @@
-"""More than one resolution: each gets a graph of its own, whatever was compiled before; past Dynamo's limit none does."""
+"""Each resolution gets a graph of its own, whatever was compiled before; past Dynamo's limit none does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import fx
 
 import spcompile
 from spcompile.canonical import canonical
-from spcompile.config import make_config
+from spcompile.config import Config
 from spcompile.pipeline import Distributed, distribute
 from spcompile.testing import plan
 
@@ -33,9 +33,7 @@ class Keeping:
         self.inputs: list[Any] = []
 
     def __call__(self, module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        options: dict[str, Any] = {"kernel": "auto", "inner": "eager", "options": None, "strict": False, "min_tokens": 1}
-        config = make_config(2, ulysses=None, ring=None, kv_gather=None, dump=None, **options)
-        local = distribute(module, example_inputs, config, 2, "group", 0)
+        local = distribute(module, example_inputs, Config(degree=2), 2, "group", 0)
         assert local is not None
         self.kept.append(local)
         self.inputs.append(example_inputs)

@@ -177,6 +177,34 @@ def first_block_cache() -> dict[str, Any]:
 
 
 @case
+def unset_memory_is_nan() -> dict[str, Any]:
+    """7 tokens on two ranks, through what is really sent: pads and buffers must reach no token."""
+    model, kernel = seeded(), torch.randn(24, 24, 3, generator=torch.Generator().manual_seed(1))
+
+    def mixed(x: torch.Tensor) -> list[torch.Tensor]:
+        h = 1 / (x + model(x))  # infinite or NaN in pads
+        convolved = nn.functional.conv1d(h.mT, kernel, padding=1).mT
+        return [
+            model(h.clamp(-3, 3)),
+            h.softmax(1),
+            h.cumsum(1),
+            h.mean(1),
+            h.amax(1),
+            h.norm(dim=1),
+            convolved,
+            h.flip(1),
+        ]
+
+    off = {}
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for exchange in ("ulysses", "kv_gather", "ring"):
+        found, want = compiled(mixed, timeout=60, **{exchange: 2})(noise(0)), mixed(noise(0))
+        off[exchange] = max(float(((a - b).abs() / b.abs().max()).max()) for a, b in zip(found, want, strict=True))
+    torch.use_deterministic_algorithms(False)
+    return off
+
+
+@case
 def different_constants() -> dict[str, Any]:
     model = seeded()
     scale = float(dist.get_rank())
@@ -211,7 +239,10 @@ def automatic_dynamic_shapes() -> dict[str, Any]:
 
     call = compiled(model, inner=inner, timeout=60)
     lengths = (7, 9, 11, 7, 9, 11)
-    return {"off": max(float((call(x) - model(x)).abs().max()) for x in (noise(0, n) for n in lengths)), "graphs": graphs}
+    return {
+        "off": max(float((call(x) - model(x)).abs().max()) for x in (noise(0, n) for n in lengths)),
+        "graphs": graphs,
+    }
 
 
 def _raises_on(ranks: tuple[int, ...], error: Exception, at_run_time: bool = False, **options: Any) -> dict[str, Any]:
