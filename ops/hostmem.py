@@ -184,3 +184,9 @@ def _make(group: dist.ProcessGroup) -> HostMemory | None:
 def _host() -> tuple[str, str]:
     """The same for processes that see each other under /proc."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")
+
+
+def interrupt(group: dist.ProcessGroup) -> bool:
+    """`HostMemory.interrupt` of a group's memory, if it has any."""
+    memory = _memories.get(group)
+    return memory is not None and memory.interrupt()

@@ -114,13 +114,22 @@ def axis_group(group: dist.ProcessGroup, mesh: Sequence[int], axis: str | None) 
     if len(members) == group.size():
         return group
     ranks = dist.get_process_group_ranks(group)
-    description = f"spcompile {axis} of {'x'.join(map(str, mesh))} in {group.group_name}"
+    description = f"spcompile {axis} of {'x'.join(map(str, mesh))}{_in(group)}"
     for known in _world.pg_map:
         if known.group_desc == description and dist.get_process_group_ranks(known) == [ranks[m] for m in members]:
             return known
     made = dist.new_group([ranks[m] for m in members], use_local_synchronization=True, group_desc=description)
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def sub_groups(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    """Those that `axis_group` has made of a group."""
+    return [g for g in _world.pg_map if g.group_desc.startswith("spcompile ") and g.group_desc.endswith(_in(group))]
+
+
+def _in(group: dist.ProcessGroup) -> str:
+    return f" in {group.group_name}"
 
 
 def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int]) -> Any:

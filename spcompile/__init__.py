@@ -11,6 +11,7 @@ from spcompile.errors import (
     RegatherWarning,
     SPConfigError,
     SPError,
+    UnshardedWarning,
     UnsupportedGraphError,
     VerificationError,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "Report",
     "SPConfigError",
     "SPError",
+    "UnshardedWarning",
     "UnsupportedGraphError",
     "VerificationError",
     "backend",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,11 +19,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from spcompile.alarm import call_for
 from spcompile.capture import parts_of
-from spcompile.errors import RankMismatchError, VerificationError
+from spcompile.errors import RankMismatchError, SPError, VerificationError
 
-REFUSED = "refused"
-"""The fact that stands for a rank's refusal."""
+_FAILED = "failed"
+"""The fact that stands for why a rank has no graph."""
 
 _rounds: Counter[str] = Counter()
 """How many graphs were agreed on, by name of the group: all ranks count alike."""
@@ -54,21 +55,25 @@ def agree(group: dist.ProcessGroup, facts: Mapping[str, str], what: str, timeout
         missing = [r for r, key in enumerate(keys) if not store.check([key])]
         store.delete_key(keys[rank])  # as if this rank had not come either, so that turns stay alike
         _rounds[group.group_name] = turn
+        call_for(
+            group,
+            missing,
+            f"rank {rank} of the group waited {wait.total_seconds():g} s for this rank to compile {what}, and gave up "
+            "while this rank ran a graph that it has already. Every rank must make the same calls in the same order",
+        )
         raise RankMismatchError(
             "SP301",
             f"rank {_list(missing)} of the group did not compile {what} within {wait.total_seconds():g} s: it runs a "
-            "graph that it has already, failed, or never called the model. Every rank must make the same calls in the "
-            "same order",
+            "graph that it has already, is past Dynamo's recompile limit, failed, or never called the model. "
+            "Every rank must make the same calls in the same order",
         ) from error
     everyone = [json.loads(store.get(key)) for key in keys]
     if turn:  # all have read the round before, since all are here
         store.delete_key(f"spcompile/{turn - 1}/{rank}")
-    refused = {r: facts[REFUSED] for r, facts in enumerate(everyone) if REFUSED in facts}
-    if refused:
-        first = min(refused)
-        raise RankMismatchError(
-            "SP303", f"rank {_list(list(refused))} refused {what}, so no rank runs it: {refused[first]}"
-        )
+    failed = [(r, facts[_FAILED]) for r, facts in enumerate(everyone) if _FAILED in facts]
+    if failed:
+        first, why = failed[0]
+        raise RankMismatchError("SP303", f"rank {first} of the group cannot run {what}, so no rank does: {why}")
     if any(other != everyone[0] for other in everyone):
         raise RankMismatchError(
             "SP302",
@@ -77,13 +82,18 @@ def agree(group: dist.ProcessGroup, facts: Mapping[str, str], what: str, timeout
         )
 
 
-def decline(group: dist.ProcessGroup, reason: str) -> None:
-    """Tell the others that this rank refuses the graph, so that none waits for it."""
-    if dist.get_backend(group) == "fake":
-        return
-    turn = _rounds[group.group_name]
-    _rounds[group.group_name] += 1
-    _get_process_group_store(group).set(f"spcompile/{turn}/{group.rank()}", json.dumps({REFUSED: reason}))
+@contextlib.contextmanager
+def or_decline(group: dist.ProcessGroup) -> Iterator[None]:
+    """Whatever is raised inside is told to the others too, so that none waits for this rank."""
+    try:
+        yield
+    except Exception as error:
+        if dist.get_backend(group) != "fake":
+            turn = _rounds[group.group_name]
+            _rounds[group.group_name] += 1
+            reason = str(error) if isinstance(error, SPError) else f"{type(error).__name__}: {error}"
+            _get_process_group_store(group).set(f"spcompile/{turn}/{group.rank()}", json.dumps({_FAILED: reason}))
+        raise
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -133,11 +143,17 @@ _ODD = 0x9E3779B97F4A7C1 | 1
 class SameInputs:
     """Calls ``compiled``, and compares the inputs of all ranks before the first call, or before each.
 
-    ``names`` are the inputs as the user knows them. ``draws``: the graph draws random numbers, so generators count.
+    ``names`` are those to compare, by place, as the user knows them. ``draws``: the graph draws random numbers, so
+    generators count.
     """
 
     def __init__(
-        self, compiled: Callable[..., Any], group: dist.ProcessGroup, names: Sequence[str], draws: bool, always: bool
+        self,
+        compiled: Callable[..., Any],
+        group: dist.ProcessGroup,
+        names: Mapping[int, str],
+        draws: bool,
+        always: bool,
     ) -> None:
         self.compiled, self.group, self.names, self.draws, self.always = compiled, group, names, draws, always
         self.checked = False
@@ -150,13 +166,15 @@ class SameInputs:
 
     def compare(self, inputs: Sequence[Any]) -> None:
         """Raises `RankMismatchError` on every rank if an input differs."""
-        pairs = [(n, part) for n, x in zip(self.names, inputs, strict=True) for part in parts_of(x)]
+        pairs = [(name, part) for i, name in self.names.items() for part in parts_of(inputs[i])]
         named = [(n, x) for n, x in pairs if isinstance(x, Tensor)]
         tensors = [x for _, x in named]
         names = [n for n, _ in named]
         if self.draws:
             names.append(_GENERATOR)
             tensors.append(_generator_state(tensors))
+        if not tensors:
+            return
         device = "cuda" if "nccl" in dist.get_backend(self.group) else "cpu"
         mine = torch.stack([digest(x).to(device) for x in tensors])
         everyone = [torch.empty_like(mine) for _ in range(self.group.size())]
@@ -212,7 +230,7 @@ def _name_of(node: fx.Node) -> str:
     text = text() if callable(text) else text
     for found, put in (("L['self']", "model"), ("._modules", ""), ("._parameters", ""), ("._buffers", "")):
         text = text.replace(found, put)
-    text = text.removeprefix("L['").replace("']", "", 1) if text.startswith("L['") else text
+    text = text[3:].replace("']", "", 1) if text.startswith(("L['", "G['")) else text
     return text.replace("['", ".").replace("']", "")
 
 

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from spcompile.agreement import SameInputs, Verified, agree, decline, input_names
+from spcompile.agreement import SameInputs, Verified, agree, input_names, or_decline
+from spcompile.alarm import alarm_of
 from spcompile.config import Config, make_config
-from spcompile.errors import RecompileLimitWarning, SPError, through_dynamo
+from spcompile.errors import RecompileLimitWarning, SPConfigError, UnsupportedGraphError, through_dynamo
 from spcompile.group import make_axes, resolve
 from spcompile.inner import compile_inner, fingerprint
 from spcompile.pipeline import distribute
@@ -42,31 +43,37 @@ class Backend:
         if self.config.degree == 1:
             return compile_inner(self.config, module, example_inputs)
         devices = [x.device.type for x in example_inputs if isinstance(x, Tensor)]
-        ranks = resolve(self._mesh, self.config, "cuda" if "cuda" in devices else "cpu")
+        device_type = "cuda" if "cuda" in devices else "cpu"
+        ranks = resolve(self._mesh, self.config, device_type)
         group = ranks.group
         config = replace(self.config, degree=group.size(), mesh=self.config.mesh or ranks.mesh)
         if config.degree == 1:
             return compile_inner(config, module, example_inputs)
-        try:
+        what = f"graph {self._report.graphs}"
+        with or_decline(group):
+            _require_values(module, example_inputs, group)
             local = distribute(module, example_inputs, config, group.size(), group.group_name, self._report.graphs)
-        except SPError as error:
-            decline(group, str(error))
-            raise
         if local is None:
             self._report.add(Report(group.size(), untouched=1))
             return compile_inner(self.config, module, example_inputs)
-        agree(group, self._facts | local.facts, f"graph {self._report.graphs}", config.timeout)
+        agree(group, self._facts | local.facts, what, config.timeout)
         if group.rank() == 0:
             warn_of_regathers(local.report)
         make_axes(group, local.meshes)
-        compiled = local.compiled(partial(compile_inner, self.config), example_inputs)
+        with or_decline(group):
+            compiled = local.compiled(partial(compile_inner, self.config), example_inputs)
+        agree(group, {}, what, config.timeout)
+        alarm = alarm_of(group)
+        compiled = alarm.guard(compiled) if alarm is not None else compiled
         self._report.add(local.report)
         if config.verify == "first" and local.draws:
             warnings.warn("verify='first': a graph that draws random numbers cannot be compared", stacklevel=2)
         elif config.verify == "first":
             compiled = Verified(compiled, module.forward, self._report.verified.append)
         if config.check != "off":
-            compiled = SameInputs(compiled, group, input_names(module), local.draws, always=config.check == "always")
+            names = input_names(module)
+            read = {i: names[i] for i in local.inputs_read}
+            compiled = SameInputs(compiled, group, read, local.draws, always=config.check == "always")
         _warn_before_the_limit()
         return compiled
 
@@ -85,6 +92,27 @@ class Backend:
     def report(self) -> Report:
         """What was done to all graphs compiled so far."""
         return self._report
+
+
+def _require_values(module: fx.GraphModule, example_inputs: Sequence[Any], group: dist.ProcessGroup) -> None:
+    """Refuse inputs without values, or on a device that the group cannot send from."""
+    kinds = {device.type for device in group._device_types}
+    for name, x in zip(input_names(module), example_inputs, strict=True):
+        if not isinstance(x, Tensor) or (x.device.type == "cpu" and x.dim() == 0):
+            continue
+        if x.is_meta:
+            raise UnsupportedGraphError(
+                "SP214",
+                f"`{name}` is on the meta device, where tensors have no values. Load it before the first call; "
+                "spcompile.testing.plan takes such models",
+            )
+        if x.device.type not in kinds:
+            raise SPConfigError(
+                "SP111",
+                f"`{name}` is on {x.device.type}, and the process group ({dist.get_backend(group)}) sends between "
+                f"{' and '.join(sorted(kinds))} devices. Move the model and its inputs there, or pass mesh= with a "
+                f"group for {x.device.type}",
+            )
 
 
 def _warn_before_the_limit() -> None:

@@ -31,9 +31,10 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from spcompile.errors import UnsupportedGraphError
 from spcompile.sharing import keep_sharing
 from spcompile.simplify import simplify
-from spcompile.source import place
+from spcompile.source import place, source_of
 
 aten = torch.ops.aten
 higher_order = torch.ops.higher_order
@@ -43,6 +44,14 @@ INLINED = {
     higher_order.invoke_subgraph: 2,
 }
 """Wrappers around a plain call of their first argument, and where that call's own arguments begin."""
+
+UNTRACEABLE = {
+    "_vmap_increment_nesting": "torch.vmap",
+    "_grad_increment_nesting": "torch.func.grad",
+    "_jvp_increment_nesting": "torch.func.jvp",
+    "while_loop": "while_loop",
+}
+"""Name of an op in Dynamo's graph -> what the model called, that this capture cannot take."""
 
 BOOKKEEPING = {aten._assert_tensor_metadata.default}
 """Notes of the tracer to itself."""
@@ -129,6 +138,7 @@ class _Inliner(fx.Interpreter):
     """Runs Dynamo's graph; activation checkpoints and nested compile regions become part of it."""
 
     def __init__(self, module: fx.GraphModule, attributes: dict[str, Tensor]) -> None:
+        _require_traceable(module)
         super().__init__(module)
         self.attributes = attributes
 
@@ -146,7 +156,7 @@ class _Inliner(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in INLINED:
-            body, operands = args[0], args[INLINED[target] :]
+            body, operands = simplify(args[0]), args[INLINED[target] :]
             return _Inliner(body, {}).run(*operands)
         if target is torch.Tensor and len(args) == 1 and isinstance(args[0], Tensor):
             return args[0].detach()  # the constructor makes an alias that tracing does not see
@@ -168,6 +178,18 @@ class _Inliner(fx.Interpreter):
             _exit_autocast(recorded)
         with torch._C.DisableTorchFunction():
             _exit_autocast(mode)
+
+
+def _require_traceable(module: fx.GraphModule) -> None:
+    found = [(i, n) for i, n in enumerate(module.graph.nodes) if getattr(n.target, "__name__", "") in UNTRACEABLE]
+    if found:
+        first, node = found[0]
+        where = next((n for n in list(module.graph.nodes)[first:] if n.meta.get("stack_trace")), node)
+        raise UnsupportedGraphError(
+            "SP201",
+            f"{source_of(where)}: {UNTRACEABLE[node.target.__name__]} cannot be traced together with attention. "
+            "Write it out, or put torch.compiler.disable on the function that calls it: it then runs on full tensors",
+        )
 
 
 def capture(dynamo: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch._dynamo.exc import ShortenTraceback
 
 CODES = {
@@ -19,6 +21,7 @@ CODES = {
     "SP108": "A kernel that cannot be registered",
     "SP109": "An attention op that cannot be registered",
     "SP110": "An option that a simulation does not have",
+    "SP111": "A tensor on a device that the group does not send from",
     "SP201": "A graph that cannot be traced",
     "SP202": "Memory that is shared in a way a graph of values cannot express",
     "SP203": "An input marked as dynamic",
@@ -32,12 +35,14 @@ CODES = {
     "SP211": "strict=True, and something costs more than it should",
     "SP212": "Memory read by strides",
     "SP213": "A rewritten graph that does not fit its layouts",
+    "SP214": "A tensor without values",
     "SP301": "A rank that did not come",
     "SP302": "Ranks that compiled different graphs",
-    "SP303": "Another rank refused the graph",
+    "SP303": "Another rank has no graph",
     "SP304": "Inputs that differ between ranks",
     "SP305": "Random generators that differ between ranks",
     "SP306": "A result that is not the unsharded graph's",
+    "SP307": "A call that another rank did not join",
 }
 """Code -> what it stands for. Codes stay; each has a section in docs/refusals.md with an example."""
 
@@ -58,7 +63,7 @@ class SPError(Exception):
     """
 
     def __init__(self, code: str, text: str) -> None:
-        Exception.__init__(self, code, text)  # not what else a subclass derives from
+        super().__init__(code, text)
         self.code, self.text = code, text
 
     def __str__(self) -> str:  # from the attributes: Dynamo appends advice for its own errors to args[0]
@@ -89,14 +94,33 @@ class RecompileLimitWarning(UserWarning):
     """Dynamo is about to give up compiling; what follows runs unsharded on every rank."""
 
 
+class UnshardedWarning(UserWarning):
+    """A refusal that Dynamo was told to suppress: the code runs as it is, in full on this rank."""
+
+
 @contextmanager
 def through_dynamo() -> Iterator[None]:
-    """Let an `SPError` leave torch.compile as it is; Dynamo wraps all others in ``BackendCompilerFailed``."""
+    """Let an `SPError` leave torch.compile as it is; Dynamo wraps all others in ``BackendCompilerFailed``.
+
+    Where Dynamo is told to run what it cannot compile, nothing leaves it: then a warning says what happens.
+    """
     try:
         yield
-    except SPError as error:
-        if isinstance(error, ShortenTraceback):
+    except Exception as error:
+        if torch._dynamo.config.suppress_errors:
+            warnings.warn(
+                "torch._dynamo.config.suppress_errors is set: this code runs as it is, in full on this rank, instead "
+                f"of raising {type(error).__name__}: {error}",
+                UnshardedWarning,
+                stacklevel=2,
+            )
+        if isinstance(error, ShortenTraceback) or not isinstance(error, SPError):
             raise
         kind = type(error)
-        members = {"__module__": kind.__module__, "__init__": kind.__init__, "first_useful_frame": None}
+        members = {"__module__": kind.__module__, "__init__": _as_dynamos}
         raise type(kind.__name__, (kind, ShortenTraceback), members)(error.code, error.text) from error.__cause__
+
+
+def _as_dynamos(self: Any, code: str, text: str) -> None:
+    ShortenTraceback.__init__(self, code, text, first_useful_frame=None)
+    self.code, self.text = code, text

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from spcompile import ops
+from spcompile.canonical import canonical, reads
 from spcompile.capture import Captured, Subclasses, capture, retarget
 from spcompile.config import Config, Mesh
 from spcompile.dump import dump, layouts, readable, trace
@@ -63,8 +64,14 @@ class Distributed:
     @property
     def facts(self) -> dict[str, str]:
         """What all ranks must agree on, by name."""
-        code = hashlib.sha256(self.module.code.encode()).hexdigest()[:16]
+        code = hashlib.sha256(canonical(self.module).encode()).hexdigest()[:16]
         return {"inputs": self.signature, "rewritten graph": code}
+
+    @property
+    def inputs_read(self) -> list[int]:
+        """Which of Dynamo's inputs the graph reads, by their places."""
+        places = self.subclasses.of_each(range(len(self.subclasses.makers)))
+        return sorted({i for i, read in zip(places, reads(self.module), strict=True) if read})
 
 
 def distribute(
@@ -123,8 +130,8 @@ def distribute(
 
 
 def _signature(graph: fx.Graph) -> str:
-    """Shape, dtype and kind of device of every input."""
-    values = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
+    """Shape, dtype and kind of device of every input that is read."""
+    values = [n.meta["val"] for n in graph.find_nodes(op="placeholder") if n.users]
     return ", ".join(f"{list(v.shape)} {v.dtype} {v.device.type}" for v in values if isinstance(v, Tensor))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from functools import cache
@@ -14,13 +15,22 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
+
 WORKER = Path(__file__).parent / "workers" / "faults.py"
 GROUP_TIMEOUT_S, LIMIT_S = 20, 200
 LAUNCHES = (
     (
         "different_noise", "different_weights", "different_noise_unchecked", "different_noise_later",
         "different_generators", "equal_generators", "different_options", "one_refuses", "one_never_comes",
-        "resolutions_in_different_orders", "verified", "first_block_cache", "one_compiles_while_the_other_runs",
+        "resolutions_in_different_orders", "verified", "first_block_cache", "unset_memory_is_nan",
+        "different_constants",
+        "histories_that_differ", "automatic_dynamic_shapes", "out_of_memory_in_the_inner_compile_of_one",
+        "out_of_memory_in_the_inner_compile_of_all", "the_inner_backend_of_one_raises", "dynamo_fails_on_one",
+        "refusals_suppressed", "one_is_past_its_limit",
+        "one_compiles_while_the_other_runs", "one_compiles_while_the_other_runs_ulysses",
+        "one_compiles_while_the_other_runs_sockets", "one_compiles_while_the_other_runs_ring",
+        "the_inner_backend_of_one_raises_at_run_time",
     ),
     ("one_is_killed",),
 )  # fmt: skip
@@ -122,12 +132,96 @@ def test_a_first_block_cache_decides_alike_on_all_ranks():
         assert result["skipped"] == [2, 2]
 
 
-def test_one_rank_compiling_while_the_other_runs_ends_in_time():
-    running, compiling = measured("one_compiles_while_the_other_runs")
-    assert "rank 0 of the group did not compile" in compiling["text"]
-    assert compiling["seconds"] < 10
-    assert running["raised"]
-    assert running["seconds"] < GROUP_TIMEOUT_S + 10
+def test_memory_that_nobody_set_reaches_no_token():
+    for result in measured("unset_memory_is_nan"):
+        assert all(off < 1e-4 for off in result.values()), result
+
+
+def test_constants_that_differ_are_told():
+    assert_mismatch("different_constants", "rewritten graph: ", "on rank 0", "on rank 1")
+
+
+def test_ranks_that_compiled_other_resolutions_before_agree():
+    """One has a graph with sizes and numbers as inputs, the other one without."""
+    assert all(r["off"] < 1e-5 for r in measured("histories_that_differ"))
+
+
+def test_automatic_dynamic_shapes_are_right():
+    """Dynamo makes the second graph dynamic; every resolution has its own all the same."""
+    for result in measured("automatic_dynamic_shapes"):
+        assert result["off"] < 1e-5
+        assert result["graphs"] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("out_of_memory_in_the_inner_compile_of_one", "OutOfMemoryError: tried to allocate 3 GiB"),
+        ("the_inner_backend_of_one_raises", "KeyError: 'nothing by that name'"),
+    ],
+)
+def test_what_the_inner_backend_of_one_rank_raises_is_told_to_all(name, text):
+    waiting, failing = measured(name)
+    assert "RankMismatchError" in waiting["raised"]
+    assert f"rank 1 of the group cannot run graph 0, so no rank does: {text}" in waiting["text"]
+    assert "BackendCompilerFailed" in failing["raised"]
+    assert text in failing["text"]
+    assert max(waiting["seconds"], failing["seconds"]) < 10
+    assert waiting["goes_on"]
+    assert failing["goes_on"]
+
+
+def test_out_of_memory_on_all_ranks_leaves_the_group_as_it_was():
+    for result in measured("out_of_memory_in_the_inner_compile_of_all"):
+        assert "MemoryError: no more" in result["text"]
+        assert result["goes_on"]
+
+
+def test_what_dynamo_refuses_on_one_rank_ends_on_all():
+    waiting, failing = measured("dynamo_fails_on_one")
+    assert "rank 1 of the group did not compile graph 0 within 3 s" in waiting["text"]
+    assert "found at least two devices, cpu and meta" in failing["text"]
+    assert waiting["goes_on"]
+    assert failing["goes_on"]
+
+
+def test_a_refusal_that_is_suppressed_warns_on_every_rank():
+    for result in measured("refusals_suppressed"):
+        assert result["raised"] == []
+        assert all(off < 1e-5 for off in result["off"])
+        assert "suppress_errors is set" in result["told"][0]
+        assert "strict=True, and the graph needs" in result["told"][0]
+        assert result["goes_on"]
+
+
+def test_a_rank_past_dynamos_limit_is_right_and_the_other_is_told():
+    past, waiting = measured("one_is_past_its_limit")
+    assert past["off"][0] < 1e-5
+    assert "rank 0 of the group did not compile graph 1 within 3 s" in waiting["text"]
+    assert "is past Dynamo's recompile limit" in waiting["text"]
+    assert past["goes_on"]
+    assert waiting["goes_on"]
+
+
+@pytest.mark.parametrize("exchange", ["", "_ulysses", "_sockets", "_ring"])
+def test_one_rank_compiling_while_the_other_runs_ends_on_both(exchange):
+    """Where ranks share memory the group goes on; gloo's connections end broken."""
+    running, compiling = measured(f"one_compiles_while_the_other_runs{exchange}")
+    assert "rank 0 of the group did not compile graph 1 within 3 s" in compiling["text"]
+    assert "RankMismatchError" in running["raised"]
+    assert "rank 1 of the group waited 3 s for this rank to compile graph 1" in running["text"]
+    in_memory = exchange in ("", "_ulysses") and (sys.platform, platform.machine()) == ("linux", "x86_64")
+    assert ("go on with a new one" in running["text"]) == (not in_memory)
+    assert max(running["seconds"], compiling["seconds"]) < 10
+    assert running["goes_on"]
+    assert compiling["goes_on"]
+
+
+def test_a_rank_that_fails_at_run_time_ends_the_others_within_the_groups_timeout():
+    left, failing = measured("the_inner_backend_of_one_raises_at_run_time")
+    assert "a kernel failed" in failing["text"]
+    assert left["raised"]
+    assert left["seconds"] < 10
 
 
 def test_a_rank_that_is_killed_ends_the_others():

@@ -168,7 +168,8 @@ def test_subclasses_and_conjugates_are_compared_too(world_of_one):
     """By the tensors they are made of; a digest sees every bit."""
     weight = TwoTensor(torch.randn(3, 2), torch.randn(3, 2))
     inputs = (weight, torch.randn(2, dtype=torch.complex64).conj(), torch.ones(()), 3)
-    SameInputs(lambda *xs: xs, dist.group.WORLD, ["w", "z", "one", "n"], draws=True, always=True)(*inputs)
+    names = dict(enumerate(["w", "z", "one", "n"]))
+    SameInputs(lambda *xs: xs, dist.group.WORLD, names, draws=True, always=True)(*inputs)
     x = torch.randn(5, 7)
     assert digest(x) == digest(x.clone())
     assert digest(x) != digest(x.flip(0))

@@ -60,6 +60,8 @@ def told(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("section", TOGETHER, ids=[s.code for s in TOGETHER])
 def test_an_example_on_two_ranks_is_refused_as_the_page_says(told: Path, section: Section):
     found = [json.loads((told / f"{section.code}.{rank}.json").read_text()) for rank in (0, 1)]
-    codes = {"SP301": ["SP301", ""], "SP303": ["SP303", "SP208"]}.get(section.code, [section.code] * 2)
+    codes = {"SP301": ["SP301", ""], "SP303": ["SP303", "SP208"], "SP307": ["SP307", "SP301"]}.get(
+        section.code, [section.code] * 2
+    )
     assert [code for code, _ in found] == codes, found
     assert section.tells(found[0][1]), found[0][1]

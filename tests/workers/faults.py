@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -34,7 +36,7 @@ def seeded(seed: int = 0) -> SelfAttention:
 
 
 def compiled(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    return torch.compile(model, backend=spcompile.backend(inner="eager", **({"timeout": SHORT} | options)))
+    return torch.compile(model, backend=spcompile.backend(**({"inner": "eager", "timeout": SHORT} | options)))
 
 
 def noise(seed: int, length: int = 7) -> torch.Tensor:
@@ -176,12 +178,197 @@ def first_block_cache() -> dict[str, Any]:
 
 
 @case
+def unset_memory_is_nan() -> dict[str, Any]:
+    """7 tokens on two ranks, through what is really sent: pads and buffers must reach no token."""
+    model, kernel = seeded(), torch.randn(24, 24, 3, generator=torch.Generator().manual_seed(1))
+
+    def mixed(x: torch.Tensor) -> list[torch.Tensor]:
+        h = 1 / (x + model(x))  # infinite or NaN in pads
+        convolved = nn.functional.conv1d(h.mT, kernel, padding=1).mT
+        return [
+            model(h.clamp(-3, 3)),
+            h.softmax(1),
+            h.cumsum(1),
+            h.mean(1),
+            h.amax(1),
+            h.norm(dim=1),
+            convolved,
+            h.flip(1),
+        ]
+
+    off = {}
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for exchange in ("ulysses", "kv_gather", "ring"):
+        found, want = compiled(mixed, timeout=60, **{exchange: 2})(noise(0)), mixed(noise(0))
+        off[exchange] = max(float(((a - b).abs() / b.abs().max()).max()) for a, b in zip(found, want, strict=True))
+    torch.use_deterministic_algorithms(False)
+    return off
+
+
+@case
+def different_constants() -> dict[str, Any]:
+    model = seeded()
+    scale = float(dist.get_rank())
+    return attempt(lambda: compiled(lambda x: model(x + torch.tensor([scale, 1.0]).sum()))(noise(0)))
+
+
+@case
+def histories_that_differ() -> dict[str, Any]:
+    """One rank alone has seen two resolutions and three scales: what it compiles from then on is dynamic."""
+    inner = seeded()
+
+    def model(x: torch.Tensor, scale: float, tail: int) -> torch.Tensor:
+        return inner(x * scale)[:, tail:]
+
+    if dist.get_rank():
+        alone = torch.compile(model, backend="eager")
+        for length, scale, tail in ((5, 0.5, 0), (6, 0.6, 1), (8, 0.7, 2)):
+            alone(noise(0, length), scale, tail)
+    call = compiled(model, timeout=60)
+    steps = [(noise(0, n), scale, tail) for n, scale, tail in ((7, 0.9, 1), (9, 1.1, 2), (7, 0.9, 1), (11, 0.9, 3))]
+    return {"off": max(float((call(*step) - model(*step)).abs().max()) for step in steps)}
+
+
+@case
+def automatic_dynamic_shapes() -> dict[str, Any]:
+    model = seeded()
+    graphs: list[int] = []
+
+    def inner(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(sum(isinstance(x, torch.SymInt) for x in inputs))
+        return module.forward
+
+    call = compiled(model, inner=inner, timeout=60)
+    lengths = (7, 9, 11, 7, 9, 11)
+    return {
+        "off": max(float((call(x) - model(x)).abs().max()) for x in (noise(0, n) for n in lengths)),
+        "graphs": graphs,
+    }
+
+
+def _raises_on(ranks: tuple[int, ...], error: Exception, at_run_time: bool = False, **options: Any) -> dict[str, Any]:
+    """The inner backend raises: what this rank is told."""
+    model = seeded()
+
+    def inner(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        def run(*inputs: Any) -> Any:
+            raise error
+
+        if dist.get_rank() not in ranks:
+            return module.forward
+        if at_run_time:
+            return run
+        raise error
+
+    return attempt(lambda: compiled(model, inner=inner, timeout=60, **options)(noise(0)))
+
+
+@case
+def out_of_memory_in_the_inner_compile_of_one() -> dict[str, Any]:
+    return _raises_on((1,), torch.OutOfMemoryError("tried to allocate 3 GiB")) | {"goes_on": goes_on()}
+
+
+@case
+def out_of_memory_in_the_inner_compile_of_all() -> dict[str, Any]:
+    return _raises_on((0, 1), MemoryError("no more")) | {"goes_on": goes_on()}
+
+
+@case
+def the_inner_backend_of_one_raises() -> dict[str, Any]:
+    return _raises_on((1,), KeyError("nothing by that name")) | {"goes_on": goes_on()}
+
+
+@case
+def dynamo_fails_on_one() -> dict[str, Any]:
+    """A weight on another device than the input: nothing gets as far as the backend."""
+    model = seeded().to("meta" if dist.get_rank() else "cpu")
+    found = attempt(lambda: compiled(model)(noise(0)))
+    if dist.get_rank():
+        time.sleep(SHORT + 2)
+    return found | {"goes_on": goes_on()}
+
+
+@case
+def refusals_suppressed() -> dict[str, Any]:
+    """Dynamo is told to run what it cannot compile: one rank refuses, so none shares."""
+    first, second = seeded(1), seeded(2)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return second(first(x).flip(1))
+
+    off: list[float] = []
+    with torch._dynamo.config.patch(suppress_errors=True), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call = compiled(model, strict=dist.get_rank() == 1)
+        found = attempt(lambda: off.append(float((call(noise(0)) - model(noise(0))).abs().max())))
+    told = [str(w.message) for w in caught if w.category.__name__ == "UnshardedWarning"]
+    return found | {"off": off, "told": told, "goes_on": goes_on()}
+
+
+def _one_compiles_while_the_other_runs(**options: Any) -> dict[str, Any]:
+    """In a group of its own, then in another one."""
+    model, group = seeded(), dist.new_group([0, 1])
+    call = compiled(model, mesh=group, **options)
+    call(noise(0, 7))
+    found = attempt(lambda: call(noise(0, 9 if dist.get_rank() else 7)))
+    time.sleep(SHORT)  # alive while the other waits
+    torch._dynamo.reset()
+    if "go on with a new one" not in "".join(broadcast(found["text"])):
+        again = compiled(model, mesh=group, timeout=60, **options)
+    else:
+        again = compiled(model, mesh=dist.new_group([0, 1]), timeout=60)
+    return found | {"goes_on": bool(torch.allclose(again(noise(5, 11)), model(noise(5, 11)), atol=1e-5))}
+
+
+def broadcast(text: str) -> list[str]:
+    """Every rank's text."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, text)
+    return everyone
+
+
+@case
 def one_compiles_while_the_other_runs() -> dict[str, Any]:
-    """The last of its launch: one rank is left in a collective that nobody joins."""
+    return _one_compiles_while_the_other_runs(kv_gather=2)
+
+
+@case
+def one_compiles_while_the_other_runs_ulysses() -> dict[str, Any]:
+    return _one_compiles_while_the_other_runs(ulysses=2)
+
+
+@case
+def one_compiles_while_the_other_runs_sockets() -> dict[str, Any]:
+    with mock.patch("spcompile.ops.hostmem.of", return_value=None):
+        return _one_compiles_while_the_other_runs(ulysses=2)
+
+
+@case
+def one_compiles_while_the_other_runs_ring() -> dict[str, Any]:
+    return _one_compiles_while_the_other_runs(ring=2)
+
+
+@case
+def one_is_past_its_limit() -> dict[str, Any]:
+    """It runs unsharded, and right; the other is told."""
     model = seeded()
     call = compiled(model)
     call(noise(0, 7))
-    return attempt(lambda: call(noise(0, 9 if dist.get_rank() else 7)))
+    off: list[float] = []
+    with torch._dynamo.config.patch(recompile_limit=8 if dist.get_rank() else 1):
+        found = attempt(lambda: off.append(float((call(noise(0, 9)) - model(noise(0, 9))).abs().max())))
+    if not dist.get_rank():
+        time.sleep(SHORT + 2)
+    return found | {"off": off, "goes_on": goes_on()}
+
+
+@case
+def the_inner_backend_of_one_raises_at_run_time() -> dict[str, Any]:
+    """In a group of its own, whose timeout is short: one rank is left in a collective that nobody joins."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=SHORT))
+    found = _raises_on((1,), ValueError("a kernel failed"), at_run_time=True, mesh=group)
+    time.sleep(2 * SHORT * dist.get_rank())  # alive while the other waits
+    return found
 
 
 @case
