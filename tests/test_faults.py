@@ -24,7 +24,7 @@ LAUNCHES = (
         "different_noise", "different_weights", "different_noise_unchecked", "different_noise_later",
         "different_generators", "equal_generators", "different_options", "one_refuses", "one_never_comes",
         "resolutions_in_different_orders", "verified", "first_block_cache", "unset_memory_is_nan",
-        "different_constants",
+        "different_constants", "one_has_a_warm_cache",
         "histories_that_differ", "automatic_dynamic_shapes", "out_of_memory_in_the_inner_compile_of_one",
         "out_of_memory_in_the_inner_compile_of_all", "the_inner_backend_of_one_raises", "dynamo_fails_on_one",
         "refusals_suppressed", "one_is_past_its_limit",
@@ -100,6 +100,14 @@ def test_random_numbers_are_those_of_the_model_alone():
 
 def test_options_that_differ_are_named():
     assert_mismatch("different_options", "options:", "kernel=auto", "kernel=math", "on rank 0", "on rank 1")
+
+
+def test_a_warm_cache_on_one_rank_only_is_right():
+    warm, cold = measured("one_has_a_warm_cache")
+    assert warm["hits"] == [1]
+    assert cold["hits"] == [0]
+    assert warm["right"]
+    assert cold["right"]
 
 
 def test_a_graph_that_one_rank_refuses_ends_on_all():

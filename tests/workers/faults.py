@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 from helpers import SelfAttention
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
 import spcompile
 
@@ -137,6 +140,21 @@ def resolutions_in_different_orders() -> dict[str, Any]:
     call = compiled(model)
     lengths = [5, 9][:: -1 if dist.get_rank() else 1]
     return attempt(lambda: [call(noise(0, n)) for n in lengths]) | {"goes_on": goes_on()}
+
+
+@case
+def one_has_a_warm_cache() -> dict[str, Any]:
+    """Inductor's, from an earlier run; the other rank compiles for seconds meanwhile."""
+    model, x, first = seeded(), noise(0), dist.get_rank() == 0
+    hits: list[int] = []
+    with fresh_cache():
+        compiled(model, inner="inductor", timeout=60)(x)
+        torch._dynamo.reset()
+        with contextlib.nullcontext() if first else fresh_cache():
+            counters.clear()
+            got = compiled(model, inner="inductor", timeout=60)(x)
+            hits.append(counters["inductor"]["fxgraph_cache_hit"])
+    return {"hits": hits, "right": bool(torch.allclose(got, model(x), atol=1e-5))}
 
 
 @case
