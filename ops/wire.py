@@ -74,6 +74,7 @@ class Shift(Started):
     send: Tensor
     axis: str | None
     step: int = 1
+    on_host: Tensor | None = field(default=None, init=False)
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,18 @@ Program = Generator[Request, Any, Any]
 def rank_in(group_name: str) -> int:
     """This process's rank in the named group."""
     return dist.get_rank(_resolve_process_group(GroupName(group_name)))
+
+
+def is_capturable(group_name: str) -> bool:
+    """Can a CUDA graph hold this group's exchanges? NCCL's are kernels; gloo's run on the host.
+
+    A name that no group has is one that is planned for, and planned for NCCL.
+    """
+    try:
+        group = _resolve_process_group(GroupName(group_name))
+    except (RuntimeError, LookupError):
+        return True
+    return "nccl" in dist.get_backend(group)
 
 
 def over_group(program: Program, group_name: str, mesh: Sequence[int]) -> Any:
@@ -126,6 +139,8 @@ def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int])
     if isinstance(request, Wait):
         for work in request.started.works:
             work.wait()
+        if isinstance(request.started, Shift) and request.started.on_host is not None:
+            request.started.received.copy_(request.started.on_host)
         return request.started.received
     assert isinstance(request, (AllToAll, AllReduce, AllGather, Collect, Shift))
     peers = axis_group(group, mesh, request.axis)
@@ -153,10 +168,14 @@ def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int])
             request.received = request.send.clone()
             return None
         request.received = torch.empty_like(request.send)
+        send, received = request.send, request.received
+        if _sends_host_memory_only(peers, send):
+            send, received = send.cpu(), torch.empty_like(send, device="cpu")
+            request.on_host = received
         rank, size = dist.get_rank(peers), peers.size()
         transfers = [
-            dist.P2POp(dist.isend, _bytes(request.send), group=peers, group_peer=(rank + request.step) % size),
-            dist.P2POp(dist.irecv, _bytes(request.received), group=peers, group_peer=(rank - request.step) % size),
+            dist.P2POp(dist.isend, _bytes(send), group=peers, group_peer=(rank + request.step) % size),
+            dist.P2POp(dist.irecv, _bytes(received), group=peers, group_peer=(rank - request.step) % size),
         ]
         request.works = dist.batch_isend_irecv(transfers)
     return None
@@ -174,6 +193,11 @@ def _collect(send: Sequence[Tensor], into: Sequence[Sequence[Tensor]], group: di
     for mine, piece in zip(into[rank], send, strict=True):
         mine.copy_(piece)
     return works
+
+
+def _sends_host_memory_only(group: dist.ProcessGroup, x: Tensor) -> bool:
+    """Gloo's collectives take CUDA tensors; its sends take an address and read it on the host."""
+    return not x.is_cpu and group._get_backend(x.device).name() == "gloo"
 
 
 def _bytes(x: Tensor) -> Tensor:
