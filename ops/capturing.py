@@ -16,7 +16,7 @@ from spcompile.ops import blockwise, gathering, kernels, masks, mixing, sharding
 
 @dataclass(frozen=True)
 class Declaration:
-    """``exchanges(args)``: does the call wait for other ranks? ``hindrance(args)``: what cannot be captured, or None."""
+    """``exchanges(args)``: does the call wait for other ranks? ``hindrance(args)``: what no graph can hold, or None."""
 
     exchanges: Callable[[Sequence[Any]], bool] = lambda args: False
     hindrance: Callable[[Sequence[Any]], str | None] = lambda args: None

@@ -63,6 +63,4 @@ def _several(result: Any) -> Sequence[Tensor]:
 
 def _check(place: Tensor, value: Tensor) -> None:
     if place.shape != value.shape or place.dtype != value.dtype:
-        raise ValueError(
-            f"out is {list(place.shape)} {place.dtype}, and the result {list(value.shape)} {value.dtype}"
-        )
+        raise ValueError(f"out is {list(place.shape)} {place.dtype}, and the result {list(value.shape)} {value.dtype}")

@@ -69,7 +69,7 @@ def in_program(
     mesh: Sequence[int],
     out: Sequence[Tensor | None] = (None, None, None),
 ) -> wire.Program:
-    """This rank's part of `ulysses_in`: Q, K and V packed in one buffer, one all-to-all. Results in ``out`` if given."""
+    """This rank's part of `ulysses_in`: Q, K and V packed in one buffer, one all-to-all. In ``out`` if it is given."""
     share = _check_in(q, k, v, q_layout, kv_layout, mesh)
     degree, width, dim = meshes.degree(mesh), mesh[2], q.dim() - 3
     q, k, v = (x.transpose(-3, -2) for x in (q, k, v))

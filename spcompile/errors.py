@@ -28,12 +28,26 @@ class VerificationError(SPError, RuntimeError):
     """With ``verify="first"``: what the ranks computed is not what the unsharded graph gives."""
 
 
+class ClosedError(SPError, RuntimeError):
+    """A model was called whose backend is closed."""
+
+
+CLOSED = (
+    "the backend of this compiled model was closed, and what it ran with is gone: make another with spcompile.backend() "
+    "and compile the model again"
+)
+
+
 class RegatherWarning(UserWarning):
     """An op needs all tokens on every rank: an all-gather that costs speed, once per graph."""
 
 
 class RecompileLimitWarning(UserWarning):
     """Dynamo is about to give up compiling; what follows runs unsharded on every rank."""
+
+
+class RecordingLimitWarning(UserWarning):
+    """CUDA graphs were recorded as often as they may be; what follows runs without them."""
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from spcompile import ops
 from spcompile.config import Config, make_config
 from spcompile.errors import SPConfigError, through_dynamo
 from spcompile.infer import is_random
+from spcompile.pieces import Partition
 from spcompile.pipeline import distribute
 from spcompile.report import Report, warn_of_regathers
 
@@ -79,10 +80,14 @@ def simulate(
 
 @dataclass(frozen=True)
 class Plan:
-    """The rewritten graphs that every rank would run, and the report."""
+    """The rewritten graphs that every rank would run, and the report.
+
+    ``partitions`` are how ``cudagraphs=`` cuts them.
+    """
 
     graphs: list[fx.GraphModule]
     report: Report
+    partitions: list[Partition] = field(default_factory=list)
 
 
 def plan(
@@ -123,6 +128,7 @@ def plan(
             planned.report.add(Report(config.degree, untouched=1))
         else:
             planned.graphs.append(local.module)
+            planned.partitions.extend(filter(None, [local.partition]))
             planned.report.add(local.report)
         return module.forward
 
@@ -145,7 +151,8 @@ def _config(sp: int | None, options: dict[str, Any]) -> Config:
         raise SPConfigError("a simulation needs no process group; leave mesh= out")
     defaults = {"ulysses": None, "ring": None, "kv_gather": None, "kernel": "auto", "options": None,
                 "strict": False, "min_tokens": 1, "dump": None,
-                "check": "first", "verify": "off", "timeout": None}  # fmt: skip
+                "check": "first", "verify": "off", "timeout": None, "cudagraphs": "off",
+                "max_recordings": 16}  # fmt: skip
     config = make_config(sp, inner="eager", **(defaults | options))
     if config.degree is None:
         raise SPConfigError("a simulation needs a number of ranks: sp=2, for example")
