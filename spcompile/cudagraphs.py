@@ -134,8 +134,8 @@ class Replayed:
     def _record(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         if self.report.recordings >= (self.report.recording_limit or 0):
             warnings.warn(
-                f"CUDA graphs were recorded {self.report.recordings} times, which is the limit: this graph runs without "
-                "them from now on. Raise max_recordings, or pass fewer shapes and leave parameters where they are",
+                f"CUDA graphs were recorded {self.report.recordings} times, which is the limit: this graph runs "
+                "without them from now on. Raise max_recordings, or pass fewer shapes and leave parameters in place",
                 RecordingLimitWarning,
                 stacklevel=2,
             )
@@ -169,10 +169,8 @@ class Replayed:
 
         def arguments(i: int) -> list[Any]:
             part = self.partition.parts[i]
-            return [
-                *(self._find(n, given, passed, part.captured) for n in part.reads),
-                *map(self.buffers.get, part.writes),
-            ]
+            reads = [self._find(name, given, passed, part.captured) for name in part.reads]
+            return reads + [self.buffers[name] for name in part.writes]
 
         for i, part in enumerate(self.partition.parts):
             if part.captured:

@@ -33,8 +33,8 @@ class ClosedError(SPError, RuntimeError):
 
 
 CLOSED = (
-    "the backend of this compiled model was closed, and what it ran with is gone: make another with spcompile.backend() "
-    "and compile the model again"
+    "the backend of this compiled model was closed, and what it ran with is gone: make another with "
+    "spcompile.backend() and compile the model again"
 )
 
 

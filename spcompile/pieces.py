@@ -128,8 +128,8 @@ def partition(root: fx.GraphModule, graph: fx.Graph, form: str, device: str) -> 
     if form == "full" and cut.hindrances:
         listed = "".join(f"\n  {_short(n)} at {place(n)}: {why}" for n, why in cut.hindrances.items())
         raise UnsupportedGraphError(
-            f"cudagraphs='full' captures a step as one CUDA graph, and this graph has what cannot be captured:{listed}\n"
-            "Use cudagraphs='piecewise', which runs these between captured pieces"
+            f"cudagraphs='full' captures a step as one CUDA graph, and this graph has what cannot be "
+            f"captured:{listed}\nUse cudagraphs='piecewise', which runs these between captured pieces"
         )
     return cut.partition()
 
@@ -289,13 +289,12 @@ class _Cut:
             emitter.call(node, in_place=not captured)
         module = emitter.module(returns)
         splits = [(n, self.hindrances[n]) for n in run if n in self.hindrances]
-        names = ([v.name for v in some] for some in (reads, writes, returns))
-        return Part(captured, run, *names, splits, module)
+        return Part(captured, run, _names(reads), _names(writes), _names(returns), splits, module)
 
     def _end(self, reads: list[fx.Node]) -> Part:
         emitter = _Emitter(self.root, self.trivial, reads, [])
         module = emitter.module(self.graph.output_node().args[0])
-        return Part(False, [], [v.name for v in reads], [], [], [], module)
+        return Part(False, [], _names(reads), [], [], [], module)
 
 
 class _Emitter:
@@ -332,7 +331,8 @@ class _Emitter:
 
     def call(self, node: fx.Node, in_place: bool) -> None:
         results = _results(node)
-        variant = ops.INTO.get(node.target) if in_place else None  # type: ignore[arg-type]
+        target: Any = node.target
+        variant = ops.INTO.get(target) if in_place else None
         if variant is not None and all(results) and all(r in self.buffers for r in results):
             args = [*fx.map_arg(node.args, self.get), *(self.buffers[r] for r in results)]  # type: ignore[index]
             new = self.graph.call_function(variant, tuple(args))
@@ -362,8 +362,12 @@ def _results(node: fx.Node) -> list[fx.Node | None]:
     found: list[fx.Node | None] = [None] * len(node.meta["val"])
     for user in node.users:
         assert user.target is operator.getitem, f"{user} reads all results of {node} at once"
-        found[user.args[1]] = user  # type: ignore[index,call-overload]
+        found[user.args[1]] = user  # type: ignore[index]
     return found
+
+
+def _names(values: Sequence[fx.Node]) -> list[str]:
+    return [v.name for v in values]
 
 
 def _maker(value: fx.Node) -> fx.Node:
