@@ -33,7 +33,7 @@ def unshard_program(
     gather = wire.AllGather(x)
     yield gather
     parts = yield wire.Wait(gather)
-    return chunks.join(parts, dim, layout, degree, out=out[0])
+    return chunks.join(parts, dim, layout, degree, 1, out[0])
 
 
 @torch.library.custom_op("spcompile::shard", mutates_args=())

@@ -87,7 +87,7 @@ def in_program(
     stored = [None if x is None else x.transpose(-3, -2) for x in out]
     if not share.uniform:
         stored[1:] = None, None
-    q, k, v = (chunks.join(g, dim, lay, degree, out=s) for g, lay, s in zip(got, layouts, stored, strict=True))
+    q, k, v = (chunks.join(g, dim, lay, degree, 1, s) for g, lay, s in zip(got, layouts, stored, strict=True))
     if not share.uniform:
         heads_of = share.index(meshes.coordinate(mesh, rank, "ulysses"))
         # not by a tensor of indices: it would come from the host, which no CUDA graph can hold
