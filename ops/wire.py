@@ -8,7 +8,9 @@ with the very code that real ranks execute.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,9 +132,37 @@ def axis_group(group: dist.ProcessGroup, mesh: Sequence[int], axis: str | None) 
     for known in _world.pg_map:
         if known.group_desc == description and dist.get_process_group_ranks(known) == [ranks[m] for m in members]:
             return known
-    made = dist.new_group([ranks[m] for m in members], use_local_synchronization=True, group_desc=description)
+    with _names_never_used(_destroyed[description]):
+        made = dist.new_group([ranks[m] for m in members], use_local_synchronization=True, group_desc=description)
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def destroy_axis_group(group: dist.ProcessGroup) -> None:
+    """Destroy a sub-group that `axis_group` made, unless c10d has already. On all its ranks."""
+    if group in _world.pg_map:
+        _destroyed[group.group_desc] += 1
+        dist.destroy_process_group(group)
+
+
+_destroyed: Counter[str] = Counter()
+"""How often the sub-group of a description was destroyed: all its ranks count alike."""
+
+
+@contextmanager
+def _names_never_used(generation: int) -> Iterator[None]:
+    """Let c10d give a group another name than the destroyed ones of the same ranks had.
+
+    It names a group after its ranks and the number of groups there are, and ranks meet under that name in the store,
+    where addresses of the destroyed group still are. So there are more groups while it chooses.
+    """
+    more: Any = {object(): f"spcompile {i}" for i in range(1024 * generation)}
+    _world.pg_names.update(more)
+    try:
+        yield
+    finally:
+        for key in more:
+            del _world.pg_names[key]
 
 
 def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int]) -> Any:

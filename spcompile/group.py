@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _world
 
 from spcompile.config import Config, Mesh
 from spcompile.errors import SPConfigError
@@ -112,5 +111,4 @@ def let_go(groups: Sequence[dist.ProcessGroup]) -> None:
         _users[group] -= 1
         if not _users[group]:
             del _users[group]
-            if group in _world.pg_map:
-                dist.destroy_process_group(group)
+            wire.destroy_axis_group(group)

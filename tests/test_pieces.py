@@ -226,7 +226,7 @@ def test_a_kernel_that_declares_it_cannot_be_captured(monkeypatch):
     monkeypatch.setitem(kernels.KERNELS, "math", slow)
     found = cut(SelfAttention(), kv_gather=2, kernel="math")
     assert "kernel math declares that it cannot be captured" in reasons(found)
-    with pytest.raises(spcompile.UnsupportedGraphError, match="attention at .*: kernel math declares"):
+    with pytest.raises(spcompile.UnsupportedGraphError, match=r"attention at .*: kernel math declares"):
         cut(SelfAttention(), kv_gather=2, kernel="math", form="full")
 
 
