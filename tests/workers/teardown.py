@@ -26,6 +26,8 @@ from spcompile.testing import record_on_cpu
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 DEGREES = {"ring": 2, "ulysses": 2} if SIZE == 4 else {"ulysses": 2}
 
+KEPT: list[Any] = []
+
 
 def started(folder: Path, name: str) -> tuple[Any, spcompile.Backend]:
     """A model that has run from graphs, in a group of this case's own."""
@@ -70,7 +72,7 @@ def run(folder: Path, name: str) -> dict[str, Any]:
         assert name in ("exit_without_close", "exit_without_anything")
         if name == "exit_without_close":
             dist.destroy_process_group()
-        globals()["kept"] = compiled, backend
+        KEPT.append((compiled, backend))  # until the interpreter takes itself apart
         return {"raised": raised}
     if name != "dropped":
         try:
