@@ -29,7 +29,7 @@ from torch import Tensor
 import spcompile
 
 RESOLUTIONS = ((16, 16), (16, 24), (24, 16))
-"""Latent rows and columns that are served, one token each."""
+"""Latent rows and columns that are served, one token each. Those of as many tokens share a graph."""
 TEXT, TEXT_DIM, POOLED_DIM, CHANNELS = 64, 64, 32, 64
 WARM_UP_STEPS = 3
 """The first compiles and warms up, the second records, the third replays for the first time."""

@@ -14,6 +14,7 @@
 | `pick` | tokens by index, on every rank | 1 all-reduce |
 | `fill_padding` | a chunk with a value in place of its padding | none |
 | `local_mask` | this rank's heads and rows of a mask | none |
+| `<op>_into` | an exchange that writes into given memory | as the op |
 | `attention_call` | one form for recognised calls, in captured graphs only | none |
 
 Each op's program (what one rank packs, sends and unpacks) is in `PROGRAMS`; `reference` has the oracles. Ops that

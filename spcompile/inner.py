@@ -1,4 +1,4 @@
-"""Stage 8: hand a graph to the inner compiler."""
+"""Stage 9: hand a graph to the inner compiler."""
 
 from __future__ import annotations
 
