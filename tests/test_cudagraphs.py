@@ -252,3 +252,23 @@ def test_a_backend_lets_go_of_graphs_when_it_is_dropped(fake_group):
     torch._dynamo.reset()
     gc.collect()
     assert not replayed.recordings
+
+
+@pytest.mark.parametrize(
+    ("capturable", "named"), [(False, ["spcompile::ulysses_in", "spcompile::ulysses_out"]), (True, [])]
+)
+def test_graphs_that_inductor_records_leave_out_what_they_must(fake_group, monkeypatch, capturable, named):
+    """Gloo's exchanges are named to its partitioner, NCCL's are not."""
+    seen = {}
+
+    def compile_fx(module, inputs, config_patches):
+        seen.update(config_patches)
+        return module.forward
+
+    fake_group(2)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    monkeypatch.setattr("spcompile.ops.wire.is_capturable", lambda group: capturable)
+    backend = spcompile.backend(ulysses=2, check="off", options={"triton.cudagraphs": True})
+    torch.compile(SelfAttention().eval().requires_grad_(False), backend=backend)(tokens(8))
+    assert [n for n in seen["custom_should_partition_ops"] if "ulysses" in n] == named
+    assert ("spcompile::shard" in seen["custom_should_partition_ops"]) is False
