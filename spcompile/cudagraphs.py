@@ -105,9 +105,9 @@ class Replayed:
             raise ClosedError(CLOSED)
         with torch.no_grad():
             if not self.buffers:
-                self.buffers = _allocate(self.partition)
+                self.buffers = allocate(self.partition)
             for i in self.copied:
-                _load(self.buffers[self.partition.inputs[i]], inputs[i])
+                load(self.buffers[self.partition.inputs[i]], inputs[i])
             if self.recordings and self.static_at != [inputs[i].data_ptr() for i in self.static]:
                 self.forget()
             return self.state(inputs)
@@ -236,7 +236,7 @@ def _bare(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def _allocate(partition: Partition) -> dict[str, Tensor]:
+def allocate(partition: Partition) -> dict[str, Tensor]:
     """Every value that lies in a buffer, by name."""
     held = [v for v in partition.values.values() if v.slot is not None]
     devices = {v.slot: v.device for v in held}
@@ -254,7 +254,7 @@ def _at(value: Value, memory: Tensor) -> Tensor:
     return tensor.set_(memory.untyped_storage(), 0, value.shape, value.stride)
 
 
-def _load(buffer: Tensor, x: Tensor) -> None:
+def load(buffer: Tensor, x: Tensor) -> None:
     """Copy an input; entries that share a place are written once."""
     for dim, stride in enumerate(buffer.stride()):
         if stride == 0 and buffer.shape[dim] > 1:

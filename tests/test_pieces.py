@@ -16,7 +16,7 @@ import spcompile
 from spcompile import ops
 from spcompile.ops import kernels
 from spcompile.pieces import Partition, partition
-from spcompile.testing import plan, zoo
+from spcompile.testing import plan, simulate, zoo
 
 aten = torch.ops.aten
 START, GATHER = ops.kv_gather_start._opoverload, ops.kv_gather._opoverload
@@ -377,3 +377,40 @@ def test_the_dump_has_the_pieces(dump_folder):
     assert "eager: ulysses_in at" in text
     assert "ulysses_in_into" in text
     assert "CUDA graphs" in (dump_folder / "graph0" / "report.txt").read_text()
+
+
+# simulated ranks that replay
+
+
+@pytest.mark.parametrize("degrees", [{"sp": 2}, {"ulysses": 4}, {"ring": 2, "kv_gather": 2}, {"ring": 3}], ids=str)
+def test_simulated_ranks_replay_what_they_compute_without_graphs(degrees):
+    model, x = nn.Sequential(Meanwhile(), nn.GELU(), SelfAttention()).eval(), tokens(11)
+    want = simulate(model, (x,), **degrees).outputs
+    run = simulate(model, (x,), cudagraphs="piecewise", **degrees)
+    assert any(p.captured for p in run.report.pieces)
+    assert all(torch.equal(a, b) for a, b in zip(run.outputs, want, strict=True))
+
+
+def test_a_simulated_model_replays(monkeypatch):
+    monkeypatch.setattr("spcompile.overlap.travels_aside", lambda gather: True)
+    case = zoo.case("flux", "odd")
+    model, inputs = case.build(), case.inputs()
+    want = simulate(model, kwargs=inputs, sp=2).outputs
+    found = simulate(model, kwargs=inputs, sp=2, cudagraphs="piecewise").outputs
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(found, want, strict=True))
+
+
+def test_simulated_ranks_write_a_buffer_of_the_model_once():
+    class Counts(SelfAttention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            self.seen.add_(1)
+            return super().forward(x) * self.seen
+
+    model, x = Counts().eval(), tokens(8)
+    want = simulate(model, (x,), sp=2).outputs
+    found = simulate(model, (x,), sp=2, cudagraphs="piecewise").outputs
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
