@@ -14,9 +14,12 @@
 | `pick` | tokens by index, on every rank | 1 all-reduce |
 | `fill_padding` | a chunk with a value in place of its padding | none |
 | `local_mask` | this rank's heads and rows of a mask | none |
+| `<op>_into` | an exchange that writes into given memory | as the op |
 | `attention_call` | one form for recognised calls, in captured graphs only | none |
 
-Each op's program (what one rank packs, sends and unpacks) is in `PROGRAMS`; `reference` has the oracles.
+Each op's program (what one rank packs, sends and unpacks) is in `PROGRAMS`; `reference` has the oracles. Ops that
+exchange have a variant ``<op>_into`` that writes into given memory (`INTO`), and every op declares what a CUDA graph
+can hold of it (`DECLARED`).
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from spcompile.ops import blockwise, chunks, gathering, kernels, masks, mixing, 
 from spcompile.ops import mesh as meshes
 from spcompile.ops.blockwise import attention
 from spcompile.ops.calls import attention_call
+from spcompile.ops.capturing import DECLARED
 from spcompile.ops.gathering import kv_gather, kv_gather_start
+from spcompile.ops.into import into
 from spcompile.ops.masks import local_mask
 from spcompile.ops.mixing import all_reduce, cumsum, fill_padding, halo, pick
 from spcompile.ops.sharding import shard, unshard
@@ -52,8 +57,23 @@ PROGRAMS: dict[OpOverload, Callable[..., wire.Program]] = {
 }
 """Op -> its program ``(rank, *op arguments without the group)``; the mesh is the last of them."""
 
+_VARIANTS = {
+    op._opoverload: into(op, PROGRAMS[op._opoverload])
+    for op in (unshard, ulysses_in, ulysses_out, kv_gather, attention, all_reduce, cumsum, halo, pick)
+}
+INTO: dict[OpOverload, OpOverload] = {op: variant._opoverload for op, (variant, _) in _VARIANTS.items()}
+"""Op -> its variant ``(*op arguments, out0, ...)`` that writes its results there and returns nothing."""
+
+PROGRAMS_INTO: dict[OpOverload, Callable[..., wire.Program]] = {
+    variant._opoverload: program for variant, program in _VARIANTS.values()
+}
+"""Variant -> its program ``(rank, *op arguments without the group, out0, ...)``."""
+
 __all__ = [
+    "DECLARED",
+    "INTO",
     "PROGRAMS",
+    "PROGRAMS_INTO",
     "all_reduce",
     "attention",
     "attention_call",

@@ -118,16 +118,19 @@ def take(x: Tensor, dim: int, layout: Sequence[int], rank: int, degree: int) -> 
     return cut(x, dim, layout, degree, degree, rank, degree)
 
 
-def join(parts: Tensor, dim: int, layout: Sequence[int], degree: int, span: int = 1) -> Tensor:
-    """One block from the neighbouring blocks ``parts`` [n, ...] of ``span`` chunks each, in global order, contiguous.
+def join(
+    parts: Tensor, dim: int, layout: Sequence[int], degree: int, span: int = 1, out: Tensor | None = None
+) -> Tensor:
+    """One block from the neighbouring blocks ``parts`` [n, ...] of ``span`` chunks each, in global order.
 
-    If all chunks are there the padding is dropped.
+    If all chunks are there the padding is dropped. Without an ``out`` to write into, the result is contiguous.
     """
     count = parts.shape[0]
     outer, inner, *segments = layout
-    shape = list(parts.shape[1:])
-    shape[dim] = extent(layout, degree, span * count)
-    out = parts.new_empty(shape)
+    if out is None:
+        shape = list(parts.shape[1:])
+        shape[dim] = extent(layout, degree, span * count)
+        out = parts.new_empty(shape)
     dst = out.unflatten(dim, (outer, extent([1, 1, *segments], degree, span * count), inner))
     src = parts.unflatten(dim + 1, (outer, extent([1, 1, *segments], degree, span), inner))
     dst_start = src_start = 0

@@ -27,10 +27,10 @@ def _check(k: Tensor, v: Tensor, kv_layout: Sequence[int], mesh: Sequence[int]) 
 
 @dataclass
 class _Gather:
-    """A gather on its way: ``finish`` makes whole keys and values of what ``started`` received."""
+    """A gather on its way: ``finish(received, out)`` makes whole keys and values, in ``out`` where it can."""
 
     started: wire.Started
-    finish: Callable[[Any], list[Tensor]]
+    finish: Callable[[Any, Sequence[Tensor | None]], list[Tensor]]
 
 
 _ON_THE_WAY: dict[int, _Gather] = {}
@@ -47,7 +47,13 @@ def start_program(rank: int, k: Tensor, v: Tensor, kv_layout: Sequence[int], mes
 
 
 def program(
-    rank: int, k: Tensor, v: Tensor, ticket: Tensor | None, kv_layout: Sequence[int], mesh: Sequence[int]
+    rank: int,
+    k: Tensor,
+    v: Tensor,
+    ticket: Tensor | None,
+    kv_layout: Sequence[int],
+    mesh: Sequence[int],
+    out: Sequence[Tensor | None] = (None, None),
 ) -> wire.Program:
     """This rank's part of `kv_gather`: K and V together, one all-gather, now or long since on its way."""
     if ticket is None:
@@ -56,7 +62,8 @@ def program(
     else:
         _check(k, v, kv_layout, mesh)
         gather = _ON_THE_WAY.pop(ticket.data_ptr())
-    k, v = gather.finish((yield wire.Wait(gather.started)))
+    received = yield wire.Wait(gather.started)
+    k, v = gather.finish(received, [None if x is None else x.transpose(-3, -2) for x in out])
     return k.transpose(-3, -2), v.transpose(-3, -2)
 
 
@@ -74,9 +81,9 @@ def _packed(sent: list[Tensor], dim: int, layout: Sequence[int], mesh: Sequence[
     for slot, x in zip(send.split(sizes), sent, strict=True):
         slot.view(x.shape).copy_(x)
 
-    def finish(gathered: Tensor) -> list[Tensor]:
+    def finish(gathered: Tensor, out: Sequence[Tensor | None]) -> list[Tensor]:
         parts = [p.view(mesh[1], *x.shape) for p, x in zip(gathered.split(sizes, dim=1), sent, strict=True)]
-        return [chunks.join(p, dim, layout, degree, mesh[2]) for p in parts]
+        return [chunks.join(p, dim, layout, degree, mesh[2], x) for p, x in zip(parts, out, strict=True)]
 
     return _Gather(wire.AllGather(send, "kv_gather"), finish)
 
@@ -94,7 +101,7 @@ def _in_place(sent: list[Tensor], dim: int, layout: Sequence[int], mesh: Sequenc
         return None
     send = [piece for blocks in mine if blocks for piece in blocks[0]]
     into = [[piece for blocks in places if blocks for piece in blocks[i]] for i in range(axis)]
-    return _Gather(wire.Collect(send, into, "kv_gather"), lambda _: gathered)
+    return _Gather(wire.Collect(send, into, "kv_gather"), lambda _, out: gathered)
 
 
 @torch.library.custom_op("spcompile::kv_gather_start", mutates_args=())

@@ -24,14 +24,16 @@ def shard_program(rank: int, x: Tensor, dim: int, layout: Sequence[int], mesh: S
     yield  # a program is a generator, also when it asks for nothing
 
 
-def unshard_program(rank: int, x: Tensor, dim: int, layout: Sequence[int], mesh: Sequence[int]) -> wire.Program:
-    """This rank's part of `unshard`: one all-gather, then the chunks in global order."""
+def unshard_program(
+    rank: int, x: Tensor, dim: int, layout: Sequence[int], mesh: Sequence[int], out: Sequence[Tensor | None] = (None,)
+) -> wire.Program:
+    """This rank's part of `unshard`: one all-gather, then the chunks in global order, in ``out`` if it is given."""
     degree = meshes.degree(mesh)
     chunks.check(layout, degree, x.shape[dim], span=1)
     gather = wire.AllGather(x)
     yield gather
     parts = yield wire.Wait(gather)
-    return chunks.join(parts, dim, layout, degree)
+    return chunks.join(parts, dim, layout, degree, 1, out[0])
 
 
 @torch.library.custom_op("spcompile::shard", mutates_args=())

@@ -67,8 +67,9 @@ def in_program(
     q_layout: Sequence[int],
     kv_layout: Sequence[int],
     mesh: Sequence[int],
+    out: Sequence[Tensor | None] = (None, None, None),
 ) -> wire.Program:
-    """This rank's part of `ulysses_in`: Q, K and V packed in one buffer, one all-to-all."""
+    """This rank's part of `ulysses_in`: Q, K and V packed in one buffer, one all-to-all. In ``out`` if it is given."""
     share = _check_in(q, k, v, q_layout, kv_layout, mesh)
     degree, width, dim = meshes.degree(mesh), mesh[2], q.dim() - 3
     q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
@@ -83,15 +84,26 @@ def in_program(
     received = yield wire.AllToAll(send, "ulysses")
     got = [slot.view(width, *s) for slot, s in zip(received.split(sizes, dim=1), shapes, strict=True)]
     layouts = (q_layout, kv_layout, kv_layout)
-    q, k, v = (chunks.join(g, dim, layout, degree) for g, layout in zip(got, layouts, strict=True))
+    stored = [None if x is None else x.transpose(-3, -2) for x in out]
     if not share.uniform:
-        index = torch.tensor(share.index(meshes.coordinate(mesh, rank, "ulysses")), device=q.device)
-        k, v = k.index_select(-2, index), v.index_select(-2, index)
+        stored[1:] = None, None
+    q, k, v = (chunks.join(g, dim, lay, degree, 1, s) for g, lay, s in zip(got, layouts, stored, strict=True))
+    if not share.uniform:
+        heads_of = share.index(meshes.coordinate(mesh, rank, "ulysses"))
+        # not by a tensor of indices: it would come from the host, which no CUDA graph can hold
+        k, v = (torch.stack([x.select(-2, i) for i in heads_of], -2) for x in (k, v))
     return q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
 
 
-def out_program(rank: int, o: Tensor, num_heads: int, q_layout: Sequence[int], mesh: Sequence[int]) -> wire.Program:
-    """This rank's part of `ulysses_out`: each rank's tokens of our heads, one all-to-all."""
+def out_program(
+    rank: int,
+    o: Tensor,
+    num_heads: int,
+    q_layout: Sequence[int],
+    mesh: Sequence[int],
+    out: Sequence[Tensor | None] = (None,),
+) -> wire.Program:
+    """This rank's part of `ulysses_out`: each rank's tokens of our heads, one all-to-all. In ``out`` if it is given."""
     _check_out(o, num_heads, q_layout, mesh)
     degree, width = meshes.degree(mesh), mesh[2]
     o = o.transpose(-3, -2)
@@ -101,12 +113,13 @@ def out_program(rank: int, o: Tensor, num_heads: int, q_layout: Sequence[int], m
     for to in range(width):
         chunks.cut_into(send[to], o, o.dim() - 3, q_layout, degree, width, to, width)
     received = yield wire.AllToAll(send, "ulysses")
-    out = o.new_empty((*batch, tokens, num_heads, head_dim))
+    (given,) = out
+    made = o.new_empty((*batch, tokens, num_heads, head_dim)) if given is None else given.transpose(-3, -2)
     share = HeadShare(num_heads, num_heads, width)
     for source in range(width):
         start, end = share.queries(source)
-        out.narrow(-2, start, end - start).copy_(received[source].narrow(-2, 0, end - start))
-    return out.transpose(-3, -2)
+        made.narrow(-2, start, end - start).copy_(received[source].narrow(-2, 0, end - start))
+    return made.transpose(-3, -2)
 
 
 @torch.library.custom_op("spcompile::ulysses_in", mutates_args=())

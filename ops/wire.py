@@ -8,7 +8,9 @@ with the very code that real ranks execute.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +77,7 @@ class Shift(Started):
     send: Tensor
     axis: str | None
     step: int = 1
+    on_host: Tensor | None = field(default=None, init=False)
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,18 @@ Program = Generator[Request, Any, Any]
 def rank_in(group_name: str) -> int:
     """This process's rank in the named group."""
     return dist.get_rank(_resolve_process_group(GroupName(group_name)))
+
+
+def is_capturable(group_name: str) -> bool:
+    """Can a CUDA graph hold this group's exchanges? NCCL's are kernels; gloo's run on the host.
+
+    A name that no group has is one that is planned for, and planned for NCCL.
+    """
+    try:
+        group = _resolve_process_group(GroupName(group_name))
+    except (RuntimeError, LookupError):
+        return True
+    return "nccl" in dist.get_backend(group)
 
 
 def over_group(program: Program, group_name: str, mesh: Sequence[int]) -> Any:
@@ -118,7 +133,8 @@ def axis_group(group: dist.ProcessGroup, mesh: Sequence[int], axis: str | None) 
     for known in _world.pg_map:
         if known.group_desc == description and dist.get_process_group_ranks(known) == [ranks[m] for m in members]:
             return known
-    made = dist.new_group([ranks[m] for m in members], use_local_synchronization=True, group_desc=description)
+    with _names_never_used(_destroyed[description]):
+        made = dist.new_group([ranks[m] for m in members], use_local_synchronization=True, group_desc=description)
     assert isinstance(made, dist.ProcessGroup)
     return made
 
@@ -132,10 +148,39 @@ def _in(group: dist.ProcessGroup) -> str:
     return f" in {group.group_name}"
 
 
+def destroy_axis_group(group: dist.ProcessGroup) -> None:
+    """Destroy a sub-group that `axis_group` made, unless c10d has already. On all its ranks."""
+    if group in _world.pg_map:
+        _destroyed[group.group_desc] += 1
+        dist.destroy_process_group(group)
+
+
+_destroyed: Counter[str] = Counter()
+"""How often the sub-group of a description was destroyed: all its ranks count alike."""
+
+
+@contextmanager
+def _names_never_used(generation: int) -> Iterator[None]:
+    """Let c10d give a group another name than the destroyed ones of the same ranks had.
+
+    It names a group after its ranks and the number of groups there are, and ranks meet under that name in the store,
+    where addresses of the destroyed group still are. So there are more groups while it chooses.
+    """
+    more: Any = {object(): f"spcompile {i}" for i in range(1024 * generation)}
+    _world.pg_names.update(more)
+    try:
+        yield
+    finally:
+        for key in more:
+            del _world.pg_names[key]
+
+
 def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int]) -> Any:
     if isinstance(request, Wait):
         for work in request.started.works:
             work.wait()
+        if isinstance(request.started, Shift) and request.started.on_host is not None:
+            request.started.received.copy_(request.started.on_host)
         return request.started.received
     assert isinstance(request, (AllToAll, AllReduce, AllGather, Collect, Shift))
     peers = axis_group(group, mesh, request.axis)
@@ -169,10 +214,14 @@ def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int])
             request.received = request.send.clone()
             return None
         request.received = torch.empty_like(request.send)
+        send, received = request.send, request.received
+        if _sends_host_memory_only(peers, send):
+            send, received = send.cpu(), torch.empty_like(send, device="cpu")
+            request.on_host = received
         rank, size = dist.get_rank(peers), peers.size()
         transfers = [
-            dist.P2POp(dist.isend, _bytes(request.send), group=peers, group_peer=(rank + request.step) % size),
-            dist.P2POp(dist.irecv, _bytes(request.received), group=peers, group_peer=(rank - request.step) % size),
+            dist.P2POp(dist.isend, _bytes(send), group=peers, group_peer=(rank + request.step) % size),
+            dist.P2POp(dist.irecv, _bytes(received), group=peers, group_peer=(rank - request.step) % size),
         ]
         request.works = dist.batch_isend_irecv(transfers)
     return None
@@ -217,6 +266,11 @@ def _collect(
     for mine, piece in zip(into[rank], send, strict=True):
         mine.copy_(piece)
     return works
+
+
+def _sends_host_memory_only(group: dist.ProcessGroup, x: Tensor) -> bool:
+    """Gloo's collectives take CUDA tensors; its sends take an address and read it on the host."""
+    return not x.is_cpu and group._get_backend(x.device).name() == "gloo"
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ def _key(rank: int, what: str = "call") -> str:
 
 def _break(group: dist.ProcessGroup) -> None:
     """End all that a group waits for: a receive that times out closes gloo's connections."""
-    backend = group._get_backend(torch.device("cpu"))
+    backend: Any = group._get_backend(torch.device("cpu"))
     peer = (group.rank() + 1) % group.size()
     with contextlib.suppress(RuntimeError):  # as it should
         backend.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))

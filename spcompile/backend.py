@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
@@ -19,9 +20,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from spcompile.agreement import SameInputs, Verified, agree, input_names, or_decline
 from spcompile.alarm import alarm_of
 from spcompile.config import Config, make_config
-from spcompile.errors import RecompileLimitWarning, SPConfigError, UnsupportedGraphError, through_dynamo
-from spcompile.group import make_axes, resolve
+from spcompile.cudagraphs import CUDAGraphs, Engine, Replayed
+from spcompile.errors import (
+    CLOSED,
+    ClosedError,
+    RecompileLimitWarning,
+    SPConfigError,
+    UnsupportedGraphError,
+    through_dynamo,
+)
+from spcompile.group import hold, let_go, make_axes, resolve
 from spcompile.inner import compile_inner, fingerprint
+from spcompile.pieces import Partition
 from spcompile.pipeline import distribute
 from spcompile.report import Report, warn_of_regathers
 
@@ -31,37 +41,80 @@ class Backend:
 
     def __init__(self, config: Config, mesh: DeviceMesh | dist.ProcessGroup | None) -> None:
         self.config = config
+        self.engine: Engine = CUDAGraphs()
         self._mesh = mesh
         self._report = Report(degree=config.degree)
+        if config.cudagraphs != "off":
+            self._report.recording_limit = config.max_recordings
+        self._axes: list[dist.ProcessGroup] = []
+        self._replayed: weakref.WeakSet[Replayed] = weakref.WeakSet()
+        self._closed = False
+        weakref.finalize(self, _release, self._replayed)  # CUDA graphs must not outlive what they were made with
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph. Called by torch.compile."""
         with through_dynamo():
-            return self._compile(module, example_inputs)
+            self._require_open()
+            compiled = self._compile(module, example_inputs)
+
+        def until_closed(*inputs: Any) -> Any:
+            self._require_open()
+            return compiled(*inputs)
+
+        return until_closed
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("SP113", CLOSED)
+
+    def close(self) -> None:
+        """Release CUDA graphs and their buffers, and the process groups along the mesh's axes that were made here.
+
+        To be called on every rank, before ``destroy_process_group``: NCCL waits for graphs that hold its exchanges.
+        Models compiled with this backend can then no longer be called. A second call does nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        _release(self._replayed)
+        let_go(self._axes)
+        self._axes = []
+
+    def __enter__(self) -> Backend:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
     def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.config.degree == 1:
-            return compile_inner(self.config, module, example_inputs)
+            return self._alone(module, example_inputs)
         devices = [x.device.type for x in example_inputs if isinstance(x, Tensor)]
         device_type = "cuda" if "cuda" in devices else "cpu"
         ranks = resolve(self._mesh, self.config, device_type)
         group = ranks.group
         config = replace(self.config, degree=group.size(), mesh=self.config.mesh or ranks.mesh)
         if config.degree == 1:
-            return compile_inner(config, module, example_inputs)
+            return self._alone(module, example_inputs)
         what = f"graph {self._report.graphs}"
         with or_decline(group):
             _require_values(module, example_inputs, group)
-            local = distribute(module, example_inputs, config, group.size(), group.group_name, self._report.graphs)
+            local = distribute(
+                module, example_inputs, config, group.size(), group.group_name, self._report.graphs,
+                graphs_on=self.engine.device,
+            )  # fmt: skip
         if local is None:
             self._report.add(Report(group.size(), untouched=1))
             return compile_inner(self.config, module, example_inputs)
         agree(group, self._facts | local.facts, what, config.timeout)
         if group.rank() == 0:
             warn_of_regathers(local.report)
-        make_axes(group, local.meshes)
+        new = [axis for axis in make_axes(group, local.meshes) if axis not in self._axes]
+        new = list(dict.fromkeys(new))
+        hold(new)
+        self._axes += new
         with or_decline(group):
-            compiled = local.compiled(partial(compile_inner, self.config), example_inputs)
+            compiled = local.compiled(partial(self._compiler, local.partition), example_inputs)
         agree(group, {}, what, config.timeout)
         alarm = alarm_of(group)
         compiled = alarm.guard(compiled) if alarm is not None else compiled
@@ -77,6 +130,25 @@ class Backend:
         _warn_before_the_limit()
         return compiled
 
+    def _compiler(
+        self, partition: Partition | None, module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        if partition is None:
+            return compile_inner(self.config, module, example_inputs)
+        replayed = Replayed(partition, partial(compile_inner, self.config), self.engine, self._report)
+        self._replayed.add(replayed)
+        return replayed
+
+    def _alone(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """One rank: the model as it is."""
+        if self.config.cudagraphs != "off":
+            raise SPConfigError(
+                "SP112",
+                f"cudagraphs={self.config.cudagraphs!r} captures what several ranks compute together, and there is one "
+                "rank: leave it out, or use torch.compile(mode='reduce-overhead')",
+            )
+        return compile_inner(self.config, module, example_inputs)
+
     @property
     def _facts(self) -> dict[str, str]:
         """What of the surroundings all ranks must have alike."""
@@ -87,6 +159,7 @@ class Backend:
                 packages[name] = metadata.version(name)
         c = self.config
         options = f"inner={inner}, options={dict(c.options)}, kernel={c.kernel}, check={c.check}, verify={c.verify}"
+        options += f", cudagraphs={c.cudagraphs}, max_recordings={c.max_recordings}"
         return {"options": options, "versions": str(packages)}
 
     def report(self) -> Report:
@@ -113,6 +186,11 @@ def _require_values(module: fx.GraphModule, example_inputs: Sequence[Any], group
                 f"{' and '.join(sorted(kinds))} devices. Move the model and its inputs there, or pass mesh= with a "
                 f"group for {x.device.type}",
             )
+
+
+def _release(replayed: Iterable[Replayed]) -> None:
+    for graphs in list(replayed):
+        graphs.release()
 
 
 def _warn_before_the_limit() -> None:
@@ -146,6 +224,8 @@ def backend(
     check: str = "first",
     verify: str = "off",
     timeout: float | None = None,
+    cudagraphs: str = "off",
+    max_recordings: int = 16,
 ) -> Backend:
     """Sequence parallelism for an unmodified diffusion transformer, as a torch.compile backend.
 
@@ -173,6 +253,11 @@ def backend(
             ``"always"`` before every call; ``"off"`` never. They must be equal.
         verify: ``"first"`` also runs each graph unsharded at its first call, and compares; the report keeps the error.
         timeout: seconds to wait for the other ranks before a graph's first call. None: the group's timeout.
+        cudagraphs: ``"piecewise"`` records what lies between exchanges as CUDA graphs; ``"full"`` a whole step as one,
+            where every op and the process group can be captured; ``"off"`` neither. A model then has three kinds of
+            steps: the first warms up, the second records, all others replay. Outputs are the caller's to keep.
+        max_recordings: how often graphs are recorded, for new shapes or parameters that have moved. Beyond it they
+            run as they are, with a `RecordingLimitWarning`.
         dump: a folder for the captured graph, layouts, rewritten graph and report of every graph. None: the
             environment variable ``SPCOMPILE_DUMP``, if set.
 
@@ -181,6 +266,7 @@ def backend(
         UnsupportedGraphError: at the first call (compile time) for a graph that cannot be computed exactly.
         RankMismatchError: at the first call if the ranks compiled different graphs or got different inputs.
         VerificationError: at the first call, with ``verify="first"``.
+        ClosedError: after `Backend.close`.
 
     Example::
 
@@ -204,6 +290,8 @@ def backend(
         check=check,
         verify=verify,
         timeout=timeout,
+        cudagraphs=cudagraphs,
+        max_recordings=max_recordings,
         dump=dump or os.environ.get("SPCOMPILE_DUMP"),
     )
     return Backend(config, mesh)

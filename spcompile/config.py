@@ -34,10 +34,13 @@ class Config:
     check: str = "first"
     verify: str = "off"
     timeout: float | None = None
+    cudagraphs: str = "off"
+    max_recordings: int = 16
 
 
 CHECKS = ("first", "always", "off")
 VERIFIES = ("off", "first")
+CUDAGRAPHS = ("off", "piecewise", "full")
 
 
 def kernel_names() -> tuple[str, ...]:
@@ -60,6 +63,8 @@ def make_config(
     check: str = "first",
     verify: str = "off",
     timeout: float | None = None,
+    cudagraphs: str = "off",
+    max_recordings: int = 16,
 ) -> Config:
     """Check the options of `spcompile.backend`. Raises `SPConfigError` with what was given and what would fit."""
     degrees = {"ring": ring, "kv_gather": kv_gather, "ulysses": ulysses}
@@ -75,11 +80,21 @@ def make_config(
         raise SPConfigError("SP104", f"min_tokens={min_tokens!r}: want a number of tokens, 1 or more")
     if not (isinstance(inner, str) or callable(inner)):
         raise SPConfigError("SP104", f"inner={inner!r}: want the name of a torch.compile backend, or a callable")
-    for name, value, allowed in (("check", check, CHECKS), ("verify", verify, VERIFIES)):
+    choices = (("check", check, CHECKS), ("verify", verify, VERIFIES), ("cudagraphs", cudagraphs, CUDAGRAPHS))
+    for name, value, allowed in choices:
         if value not in allowed:
             raise SPConfigError("SP104", f"{name}={value!r}: choose one of {', '.join(map(repr, allowed))}")
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0):
         raise SPConfigError("SP104", f"timeout={timeout!r}: want seconds, more than 0")
+    if isinstance(max_recordings, bool) or not isinstance(max_recordings, int) or max_recordings < 1:
+        raise SPConfigError(
+            "SP104", f"max_recordings={max_recordings!r}: want how often graphs may be recorded, 1 or more"
+        )
+    if cudagraphs != "off" and ((options or {}).get("triton.cudagraphs") or inner == "cudagraphs"):
+        raise SPConfigError(
+            "SP112",
+            f"cudagraphs={cudagraphs!r}, and the inner compiler is to record CUDA graphs too: leave one of them out",
+        )
     return Config(
         degree=sp if mesh is None else math.prod(mesh),
         mesh=mesh,
@@ -92,6 +107,8 @@ def make_config(
         check=check,
         verify=verify,
         timeout=timeout,
+        cudagraphs=cudagraphs,
+        max_recordings=max_recordings,
     )
 
 

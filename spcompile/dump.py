@@ -13,6 +13,7 @@ from spcompile.call import tensor_of
 from spcompile.capture import Captured
 from spcompile.infer import Inference
 from spcompile.layout import describe
+from spcompile.report import Report
 from spcompile.rewrite import Rewritten
 from spcompile.source import module_of
 
@@ -27,6 +28,15 @@ def dump(folder: str, index: int, captured: Captured, found: Inference, rewritte
     (target / "layouts.txt").write_text(layouts(captured.graph, found, degree))
     (target / "rewritten.py").write_text(readable(captured.graph_module, rewritten.graph, "Rewritten"))
     (target / "report.txt").write_text(f"{rewritten.report}\n")
+
+
+def dump_pieces(folder: str, index: int, text: str, report: Report) -> None:
+    """Add ``pieces.py``: what is captured and what is not, part by part. The report then has them too."""
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    target = Path(folder) / f"graph{index}"
+    (target / "pieces.py").write_text(text)
+    (target / "report.txt").write_text(f"{report}\n")
 
 
 def trace(name: str, text: Callable[[], str]) -> None:

@@ -22,6 +22,8 @@ CODES = {
     "SP109": "An attention op that cannot be registered",
     "SP110": "An option that a simulation does not have",
     "SP111": "A tensor on a device that the group does not send from",
+    "SP112": "CUDA graphs where there can be none",
+    "SP113": "A model whose backend is closed",
     "SP201": "A graph that cannot be traced",
     "SP202": "Memory that is shared in a way a graph of values cannot express",
     "SP203": "An input marked as dynamic",
@@ -34,8 +36,9 @@ CODES = {
     "SP210": "None of the attention can be distributed",
     "SP211": "strict=True, and something costs more than it should",
     "SP212": "Memory read by strides",
-    "SP213": "A rewritten graph that does not fit its layouts",
+    "SP213": "A defect of spcompile, found before it gives a wrong result",
     "SP214": "A tensor without values",
+    "SP215": "A call that a CUDA graph cannot hold",
     "SP301": "A rank that did not come",
     "SP302": "Ranks that compiled different graphs",
     "SP303": "Another rank has no graph",
@@ -86,6 +89,16 @@ class VerificationError(SPError, RuntimeError):
     """With ``verify="first"``: what the ranks computed is not what the unsharded graph gives."""
 
 
+class ClosedError(SPError, RuntimeError):
+    """A model was called whose backend is closed."""
+
+
+CLOSED = (
+    "the backend of this compiled model was closed, and what it ran with is gone: make another with "
+    "spcompile.backend() and compile the model again"
+)
+
+
 class RegatherWarning(UserWarning):
     """An op needs all tokens on every rank: an all-gather that costs speed, once per graph."""
 
@@ -96,6 +109,10 @@ class RecompileLimitWarning(UserWarning):
 
 class UnshardedWarning(UserWarning):
     """A refusal that Dynamo was told to suppress: the code runs as it is, in full on this rank."""
+
+
+class RecordingLimitWarning(UserWarning):
+    """CUDA graphs were recorded as often as they may be; what follows runs without them."""
 
 
 @contextmanager

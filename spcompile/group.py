@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -92,9 +94,26 @@ def _of_device_mesh(mesh: DeviceMesh) -> tuple[Ranks, str]:
     return Ranks(group, degrees), f"the part {', '.join(ours)} of the mesh"
 
 
-def make_axes(group: dist.ProcessGroup, meshes: set[Mesh]) -> None:
-    """Make the sub-groups of every mesh that a graph uses, in one order on all ranks, before it runs."""
-    for mesh in sorted(meshes):
-        for axis, degree in zip(AXES, mesh, strict=True):
-            if degree > 1:
-                wire.axis_group(group, mesh, axis)
+def make_axes(group: dist.ProcessGroup, meshes: set[Mesh]) -> list[dist.ProcessGroup]:
+    """Make the sub-groups of every mesh that a graph uses, in one order on all ranks, before it runs. Returns them."""
+    axes = [(mesh, axis) for mesh in sorted(meshes) for axis, d in zip(AXES, mesh, strict=True) if d > 1]
+    made = [wire.axis_group(group, mesh, axis) for mesh, axis in axes]
+    return [g for g in made if g is not group]
+
+
+_users: Counter[dist.ProcessGroup] = Counter()
+"""How many backends hold a sub-group: two on one group share those along its axes."""
+
+
+def hold(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Keep sub-groups until they are let go as often."""
+    _users.update(groups)
+
+
+def let_go(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Destroy the sub-groups that nobody holds any more, in this order, unless c10d has destroyed them already."""
+    for group in groups:
+        _users[group] -= 1
+        if not _users[group]:
+            del _users[group]
+            wire.destroy_axis_group(group)

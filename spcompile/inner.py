@@ -1,4 +1,4 @@
-"""Stage 8: hand a graph to the inner compiler."""
+"""Stage 9: hand a graph to the inner compiler."""
 
 from __future__ import annotations
 
@@ -37,11 +37,27 @@ def _compile(config: Config, module: fx.GraphModule, inputs: list[Any]) -> Calla
     if config.inner == "inductor":
         from torch._inductor.compile_fx import compile_fx  # late: it is large, and other inners need none of it
 
-        compiled: Any = compile_fx(module, inputs, config_patches=dict(config.options) or None)
+        options = dict(config.options)
+        if options.get("triton.cudagraphs"):
+            given = options.get("custom_should_partition_ops", [])
+            options["custom_should_partition_ops"] = [*given, *_not_capturable(module)]
+        compiled: Any = compile_fx(module, inputs, config_patches=options or None)
         return compiled
     compiler = config.inner if callable(config.inner) else _lookup(config.inner)
     options = {"options": dict(config.options)} if config.options else {}
     return compiler(module, inputs, **options)
+
+
+def _not_capturable(module: fx.GraphModule) -> list[str]:
+    """Names of our ops in the graph that Inductor must keep out of the CUDA graphs that it records itself."""
+    names = set()
+    for node in module.graph.nodes:
+        declared = ops.DECLARED.get(node.target)
+        if declared is not None:
+            stays_out = declared.exchanges(node.args) and not ops.wire.is_capturable(str(node.args[-1]))
+            if stays_out or declared.hindrance(node.args):
+                names.add(node.target.name())
+    return sorted(names)
 
 
 def _lookup(name: str) -> Callable[..., Any]:

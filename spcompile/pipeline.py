@@ -15,12 +15,13 @@ from spcompile import ops
 from spcompile.canonical import canonical, reads
 from spcompile.capture import Captured, Subclasses, capture, retarget
 from spcompile.config import Config, Mesh
-from spcompile.dump import dump, layouts, readable, trace
+from spcompile.dump import dump, dump_pieces, layouts, readable, trace
 from spcompile.errors import UnsupportedGraphError
 from spcompile.exchanges import Policy
 from spcompile.handwritten import canonicalise_handwritten
 from spcompile.infer import Inference, infer, is_random
 from spcompile.overlap import overlap
+from spcompile.pieces import Partition, partition, texts
 from spcompile.recognise import canonicalise
 from spcompile.report import Report
 from spcompile.rewrite import KEPT_META, Rewritten, rewrite
@@ -38,6 +39,7 @@ class Distributed:
     """The local graph as a module for the inner compiler, what was done, and the inputs it was made for.
 
     ``subclasses`` says how Dynamo's inputs become the module's. ``draws``: the graph draws random numbers.
+    ``partition`` cuts it for CUDA graphs, if they were asked for.
     """
 
     module: fx.GraphModule
@@ -45,6 +47,7 @@ class Distributed:
     signature: str
     subclasses: Subclasses
     draws: bool
+    partition: Partition | None = None
 
     def compiled(
         self, compiler: Callable[..., Callable[..., Any]], example_inputs: Sequence[Any]
@@ -82,10 +85,12 @@ def distribute(
     group: str,
     index: int,
     device: str | None = None,
+    graphs_on: str = "cuda",
 ) -> Distributed | None:
     """Run the stages on one Dynamo graph. None if it has no attention: such a graph is compiled as it is.
 
-    ``device`` plans for another device than the inputs', without having one.
+    ``device`` plans for another device than the inputs', without having one. ``graphs_on`` is the kind of device
+    that records CUDA graphs.
     """
     if not names_attention(dynamo):
         return None
@@ -124,9 +129,17 @@ def distribute(
     require_distributed(sites, rewritten.report)
     if config.strict:
         require_strict(rewritten.report)
+    pieces = None
+    if config.cudagraphs != "off":
+        pieces = partition(captured.graph_module, rewritten.graph, config.cudagraphs, graphs_on)
+        log.info("pieces: %d parts, %d of them captured", len(pieces.parts), pieces.num_pieces)
+        rewritten.report.pieces, rewritten.report.buffer_bytes = pieces.entries(), sum(pieces.slots)
+        trace("pieces", lambda: "\n".join(texts(pieces)))
+        if config.dump:
+            dump_pieces(config.dump, index, "\n".join(texts(pieces)), rewritten.report)
     module = _for_inner(captured, dynamo, rewritten)
     draws = any(map(is_random, captured.graph.nodes))
-    return Distributed(module, rewritten.report, _signature(captured.graph), captured.subclasses, draws)
+    return Distributed(module, rewritten.report, _signature(captured.graph), captured.subclasses, draws, pieces)
 
 
 def _signature(graph: fx.Graph) -> str:

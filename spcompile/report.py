@@ -57,6 +57,34 @@ class ReductionEntry:
     bytes_per_rank: int
 
 
+@dataclass(frozen=True)
+class SplitEntry:
+    """A call that runs eagerly between two CUDA graphs, and why."""
+
+    op: str
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class PieceEntry:
+    """A part of a graph under ``cudagraphs=``: a captured piece, or the eager gap between two.
+
+    ``holds`` counts its calls by op. It reads ``parameters`` where they lie, ``inputs`` from their static buffers if
+    it is captured, and ``reads`` values that other parts computed; it writes ``writes`` values into buffers.
+    ``splits`` is what keeps a gap from being captured.
+    """
+
+    captured: bool
+    holds: dict[str, int]
+    parameters: int
+    inputs: int
+    reads: int
+    writes: int
+    bytes_written: int
+    splits: list[SplitEntry]
+
+
 @dataclass
 class Report:
     """All graphs compiled so far. ``graphs`` counts those with attention; ``shards`` cost no communication.
@@ -67,6 +95,10 @@ class Report:
 
     ``unshards`` are the all-gathers by which results leave the sharded region, ``unshard_bytes`` what a rank
     sends for them per step.
+
+    ``pieces`` are the parts of all graphs under ``cudagraphs=``, ``buffer_bytes`` the memory between them.
+    ``recordings`` counts how often graphs were recorded, for a new shape or because parameters had moved, and
+    ``recording_limit`` how often they may be.
     """
 
     degree: int | None = None
@@ -79,6 +111,10 @@ class Report:
     unshard_bytes: int = 0
     untouched: int = 0
     verified: list[float] = field(default_factory=list)
+    pieces: list[PieceEntry] = field(default_factory=list)
+    buffer_bytes: int = 0
+    recordings: int = 0
+    recording_limit: int | None = None
 
     def add(self, other: Report) -> None:
         """Count another graph's report in."""
@@ -92,6 +128,8 @@ class Report:
         self.unshard_bytes += other.unshard_bytes
         self.untouched += other.untouched
         self.verified += other.verified
+        self.pieces += other.pieces
+        self.buffer_bytes += other.buffer_bytes
 
     @property
     def collectives(self) -> int:
@@ -122,6 +160,8 @@ class Report:
         for title, entries in tables:
             if entries:
                 console.print(_table(title, [_row(e) for e in entries]))
+        if self.pieces:
+            console.print(_table("CUDA graphs: captured pieces, and the gaps between them", _alike(self.pieces)))
         return buffer.getvalue().rstrip()
 
     def _summary(self) -> str:
@@ -132,7 +172,15 @@ class Report:
             f"{_count(self.unshards, 'unshard')}, {_count(len(self.reductions), 'reduction')}, "
             f"{_count(len(self.regathers), 'regather')}"
             + (f"; {_count(self.untouched, 'graph')} without attention on every rank" if self.untouched else "")
+            + (self._recorded() if self.recording_limit is not None else "")
             + (f"; verified, largest difference {max(self.verified):.1e}" if self.verified else "")
+        )
+
+    def _recorded(self) -> str:
+        num_pieces = sum(p.captured for p in self.pieces)
+        return (
+            f"; CUDA graphs of {_count(num_pieces, 'piece')} ({_bytes(self.buffer_bytes)} of buffers), recorded "
+            f"{self.recordings} of at most {_count(self.recording_limit or 0, 'time')}"
         )
 
 
@@ -171,6 +219,23 @@ def _grouped(entries: list[AttentionEntry]) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
+def _alike(entries: list[PieceEntry]) -> list[dict[str, Any]]:
+    """Parts that differ in nothing share a row."""
+    rows: dict[Any, dict[str, Any]] = {}
+    for e in entries:
+        holds = ", ".join(f"{op} x{n}" if n > 1 else op for op, n in e.holds.items())
+        why = {f"{s.op}: {s.reason}": _short(s.source) for s in reversed(e.splits)}
+        splits = "; ".join(f"{what} ({source})" for what, source in reversed(why.items()))
+        reads = f"{e.parameters} parameters, {e.inputs} inputs, {e.reads} values"
+        part = "captured" if e.captured else "eager"
+        row = {"part": part, "holds": holds, "reads": reads, "writes": e.writes, "bytes_per_rank": e.bytes_written,
+               "reason, and first source": splits}  # fmt: skip
+        key = tuple(row.values())
+        rows[key] = {"times": rows[key]["times"] + 1, **row} if key in rows else {"times": 1, **row}
+    return [{k.replace("bytes_per_rank", "written"): _bytes(v) if k == "bytes_per_rank" else v
+             for k, v in row.items()} for row in rows.values()]  # fmt: skip
+
+
 def _row(entry: ReductionEntry | RegatherEntry) -> dict[str, Any]:
     row = {k: v for k, v in asdict(entry).items() if k not in ("between_sites", "bytes_per_rank")}
     return row | {"source": _short(entry.source), "sent": _bytes(entry.bytes_per_rank)}
@@ -186,10 +251,11 @@ _WIDTH = 1000
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:
-    """Reasons are wrapped, between words; all else is kept as it is, to be copied and searched for."""
+    """Reasons and what is held are wrapped, between words; all else is kept as it is, to be copied and searched for."""
     table = Table(title=title, title_justify="left")
     for name in rows[0]:
-        table.add_column(name, no_wrap="reason" not in name, max_width=48 if "reason" in name else None)
+        wrapped = name == "holds" or "reason" in name
+        table.add_column(name, no_wrap=not wrapped, max_width=48 if wrapped else None)
     for row in rows:
         table.add_row(*map(str, row.values()))
     return table

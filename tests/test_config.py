@@ -84,3 +84,20 @@ def test_options_about_ranks_are_checked(options):
     (name,) = options
     with pytest.raises(spcompile.SPConfigError, match=f"{name}="):
         spcompile.backend(sp=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"cudagraphs": "on"}, "cudagraphs='on': choose one of 'off', 'piecewise', 'full'"),
+        ({"cudagraphs": True}, "cudagraphs=True"),
+        ({"max_recordings": 0}, "max_recordings=0: want how often graphs may be recorded, 1 or more"),
+        ({"max_recordings": True}, "max_recordings=True"),
+        ({"cudagraphs": "full", "options": {"triton.cudagraphs": True}}, "leave one of them out"),
+        ({"cudagraphs": "piecewise", "inner": "cudagraphs"}, "leave one of them out"),
+    ],
+    ids=str,
+)
+def test_options_of_cuda_graphs_that_cannot_be_right_are_refused(options, text):
+    with pytest.raises(spcompile.SPConfigError, match=text):
+        spcompile.backend(**options)

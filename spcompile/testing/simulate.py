@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,13 @@ from torch import Tensor, fx
 
 from spcompile import ops
 from spcompile.config import Config, make_config
+from spcompile.cudagraphs import Recording, allocate, load
 from spcompile.errors import SPConfigError, through_dynamo
 from spcompile.infer import is_random
+from spcompile.pieces import Partition
 from spcompile.pipeline import distribute
 from spcompile.report import Report, warn_of_regathers
+from spcompile.testing.recording import OnCPU
 
 aten = torch.ops.aten
 
@@ -50,7 +54,8 @@ def simulate(
         model: a module or function, as for ``torch.compile``. A module's attributes, parameters and buffers are
             left as found.
         args, kwargs: the full inputs, which every rank gets. Tensors among them are left as found.
-        sp, backend_options: as for `spcompile.backend`; ``inner`` is always ``"eager"``.
+        sp, backend_options: as for `spcompile.backend`; ``inner`` is always ``"eager"``. With
+            ``cudagraphs="piecewise"`` pieces are recorded and replayed, by `OnCPU`.
 
     Returns:
         A `Simulation`: one output per rank, and the report.
@@ -79,10 +84,14 @@ def simulate(
 
 @dataclass(frozen=True)
 class Plan:
-    """The rewritten graphs that every rank would run, and the report."""
+    """The rewritten graphs that every rank would run, and the report.
+
+    ``partitions`` are how ``cudagraphs=`` cuts them.
+    """
 
     graphs: list[fx.GraphModule]
     report: Report
+    partitions: list[Partition] = field(default_factory=list)
 
 
 def plan(
@@ -123,6 +132,7 @@ def plan(
             planned.report.add(Report(config.degree, untouched=1))
         else:
             planned.graphs.append(local.module)
+            planned.partitions.extend(filter(None, [local.partition]))
             planned.report.add(local.report)
         return module.forward
 
@@ -145,7 +155,8 @@ def _config(sp: int | None, options: dict[str, Any]) -> Config:
         raise SPConfigError("SP110", "a simulation needs no process group; leave mesh= out")
     defaults = {"ulysses": None, "ring": None, "kv_gather": None, "kernel": "auto", "options": None,
                 "strict": False, "min_tokens": 1, "dump": None,
-                "check": "first", "verify": "off", "timeout": None}  # fmt: skip
+                "check": "first", "verify": "off", "timeout": None, "cudagraphs": "off",
+                "max_recordings": 16}  # fmt: skip
     config = make_config(sp, inner="eager", **(defaults | options))
     if config.degree is None:
         raise SPConfigError("SP110", "a simulation needs a number of ranks: sp=2, for example")
@@ -163,12 +174,17 @@ class _Backend:
         local = None
         if self.degree > 1:
             with through_dynamo():
-                local = distribute(module, example_inputs, self.config, self.degree, "simulated", self.report.graphs)
+                local = distribute(
+                    module, example_inputs, self.config, self.degree, "simulated", self.report.graphs,
+                    graphs_on=OnCPU.device,
+                )  # fmt: skip
         if local is None:
             self.report.add(Report(self.degree, untouched=1))
             return module.forward
         self.report.add(local.report)
         warn_of_regathers(local.report)
+        if (partition := local.partition) is not None:
+            return local.compiled(lambda module, _: _LockstepParts(module, self, partition), example_inputs)
         return local.compiled(lambda module, _: _Lockstep(module, self), example_inputs)
 
 
@@ -189,13 +205,17 @@ class _Lockstep:
         return self.last[1][rank]
 
     def run(self, rank: int, inputs: Sequence[Any]) -> list[tuple[Any, ...]]:
+        return self.interpret(self.module, [[x] * self.degree for x in inputs], rank)
+
+    def interpret(self, module: fx.GraphModule, inputs: Sequence[list[Any]], rank: int) -> list[tuple[Any, ...]]:
+        """Run ``module`` node by node; an input is what it is on each rank."""
         env: dict[fx.Node, list[Any]] = {}
         given = iter(inputs)
-        for node in self.module.graph.nodes:
+        for node in module.graph.nodes:
             if node.op == "placeholder":
-                env[node] = [next(given)] * self.degree
+                env[node] = next(given)
             elif node.op == "get_attr":
-                env[node] = [_attribute(self.module, node.target)] * self.degree
+                env[node] = [_attribute(module, node.target)] * self.degree
             elif node.op == "output":
                 return [_of_rank(node.args[0], env, r) for r in range(self.degree)]
             else:
@@ -210,7 +230,14 @@ class _Lockstep:
             mesh: Any = node.args[-2]
             with torch.no_grad():
                 return ops.wire.in_lockstep([program(r, *args[:-1]) for r, (args, _) in enumerate(per_rank)], mesh)
-        if target is aten.copy_.default:  # all ranks share the one input here
+        program = ops.PROGRAMS_INTO.get(target)
+        if program is not None:
+            names = [a.name for a in target._schema.arguments]
+            at, mesh = names.index("group"), node.args[names.index("mesh")]
+            with torch.no_grad():
+                programs = [program(r, *args[:at], *args[at + 1 :]) for r, (args, _) in enumerate(per_rank)]
+                return ops.wire.in_lockstep(programs, mesh)
+        if target is aten.copy_.default and _is_shared(env[node.args[0]]):  # type: ignore[index]
             args, _ = per_rank[rank]
             return [target(*args)] * self.degree
         if all(env[n][r] is env[n][0] for n in node.all_input_nodes for r in range(self.degree)):
@@ -227,6 +254,75 @@ class _Lockstep:
         if not last:
             torch.set_rng_state(state)
         return result
+
+
+class _LockstepParts(_Lockstep):
+    """Runs the parts of a graph that is cut for CUDA graphs, pieces from recordings.
+
+    A run is two steps, one recorded and one replayed, which gives the results; before each, buffers are filled with
+    NaN. It is one, recorded, for a graph that writes into its inputs.
+    """
+
+    def __init__(self, module: fx.GraphModule, backend: _Backend, partition: Partition) -> None:
+        super().__init__(module, backend)
+        self.partition, self.engine = partition, OnCPU()
+
+    def run(self, rank: int, inputs: Sequence[Any]) -> list[tuple[Any, ...]]:
+        buffers = [allocate(self.partition) for _ in range(self.degree)]
+        recordings: dict[int, Recording] = {}
+        results: list[tuple[Any, ...]] = []
+        for _ in range(1 if self.writes else 2):
+            results = self.step(rank, dict(zip(self.partition.inputs, inputs, strict=True)), buffers, recordings)
+        return results
+
+    def step(
+        self,
+        rank: int,
+        given: Mapping[str, Any],
+        buffers: list[dict[str, Tensor]],
+        recordings: dict[int, Recording],
+    ) -> list[tuple[Any, ...]]:
+        """Record the pieces, or replay those that are."""
+        for held in buffers:
+            for name, buffer in held.items():
+                if self.partition.lifetimes[name][0] >= 0:
+                    torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage()).fill_(255)
+            for name, buffer in held.items():
+                if self.partition.values[name].kind == "input":
+                    load(buffer, given[name])
+        passed: dict[str, list[Any]] = {}
+
+        def on_ranks(name: str, captured: bool) -> list[Any]:
+            value = self.partition.values[name]
+            if value.kind == "parameter" or (value.kind == "input" and not captured):
+                return [given[name]] * self.degree
+            return passed[name] if value.slot is None else [held[name] for held in buffers]
+
+        for i, part in enumerate(self.partition.parts):
+            args = [on_ranks(n, part.captured) for n in part.reads] + [[b[n] for b in buffers] for n in part.writes]
+            if part.captured:
+                if i not in recordings:
+                    flat = [x for ranks in args for x in ranks]
+                    recordings[i] = self.engine.capture(partial(self.piece, part.module, rank), flat)
+                recordings[i].replay()
+            else:
+                returned = self.interpret(part.module, args, rank)
+                passed.update({n: [x[j] for x in returned] for j, n in enumerate(part.returns)})
+        end = self.partition.end
+        read = [on_ranks(n, captured=False) for n in end.reads]
+        for name, values in zip(end.reads, read, strict=True):
+            if name in buffers[0] and name not in given:
+                values[:] = [x.clone() for x in values]
+        return self.interpret(end.module, read, rank)
+
+    def piece(self, module: fx.GraphModule, rank: int, *flat: Any) -> None:
+        """A piece on all ranks; ``flat`` has its arguments, each for one rank after the other."""
+        self.interpret(module, [list(flat[i : i + self.degree]) for i in range(0, len(flat), self.degree)], rank)
+
+
+def _is_shared(values: Sequence[Any]) -> bool:
+    """Is it one object on all ranks?"""
+    return all(value is values[0] for value in values)
 
 
 def _of_rank(arguments: Any, env: Mapping[fx.Node, list[Any]], rank: int) -> Any:
