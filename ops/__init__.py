@@ -6,6 +6,7 @@
 | `unshard` | the whole tensor from all chunks | 1 all-gather |
 | `ulysses_in` | tokens sharded -> heads sharded, Q, K and V together | 1 all-to-all |
 | `ulysses_out` | heads sharded -> tokens sharded | 1 all-to-all |
+| `switch` | sharded along one dim -> sharded along another | 1 all-to-all |
 | `kv_gather_start`, `kv_gather` | the keys and values of all ranks, both together | 1 all-gather |
 | `attention` | a named kernel, causal blocks, the ring | ring - 1 sends |
 | `all_reduce` | a sum, or the largest or smallest entry, over all ranks | 1 all-reduce or all-gather |
@@ -25,7 +26,19 @@ from collections.abc import Callable
 
 from torch._ops import OpOverload
 
-from spcompile.ops import blockwise, chunks, gathering, kernels, masks, mixing, reference, sharding, ulysses, wire
+from spcompile.ops import (
+    blockwise,
+    chunks,
+    gathering,
+    kernels,
+    masks,
+    mixing,
+    reference,
+    sharding,
+    switching,
+    ulysses,
+    wire,
+)
 from spcompile.ops import mesh as meshes
 from spcompile.ops.blockwise import attention
 from spcompile.ops.calls import attention_call
@@ -33,6 +46,7 @@ from spcompile.ops.gathering import kv_gather, kv_gather_start
 from spcompile.ops.masks import local_mask
 from spcompile.ops.mixing import all_reduce, cumsum, fill_padding, halo, pick
 from spcompile.ops.sharding import shard, unshard
+from spcompile.ops.switching import switch
 from spcompile.ops.ulysses import ulysses_in, ulysses_out
 
 PROGRAMS: dict[OpOverload, Callable[..., wire.Program]] = {
@@ -40,6 +54,7 @@ PROGRAMS: dict[OpOverload, Callable[..., wire.Program]] = {
     unshard._opoverload: sharding.unshard_program,
     ulysses_in._opoverload: ulysses.in_program,
     ulysses_out._opoverload: ulysses.out_program,
+    switch._opoverload: switching.program,
     kv_gather_start._opoverload: gathering.start_program,
     kv_gather._opoverload: gathering.program,
     attention._opoverload: blockwise.program,
@@ -69,6 +84,7 @@ __all__ = [
     "pick",
     "reference",
     "shard",
+    "switch",
     "ulysses_in",
     "ulysses_out",
     "unshard",

@@ -52,6 +52,13 @@ def unshard(xs: Sequence[Tensor], dim: int, layout: Sequence[int], mesh: Sequenc
     return [whole(xs, dim, layout) for _ in xs]
 
 
+def switch(
+    xs: Sequence[Tensor], dim: int, layout: Sequence[int], new_dim: int, new_layout: Sequence[int], mesh: Sequence[int]
+) -> list[Tensor]:
+    """The whole tensor, cut along another dim."""
+    return shard(whole(xs, dim, layout), new_dim, new_layout, mesh)
+
+
 def ulysses_in(
     qs: Sequence[Tensor],
     ks: Sequence[Tensor],

@@ -126,6 +126,24 @@ def unshard_example(layout=(1, 1, 5, 2), mesh=(1, 1, 2), dim=2, dtype=torch.floa
     )
 
 
+def switch_example(
+    layout=(1, 1, 5, 2), mesh=(1, 1, 2), dims=(2, 0), new_layout=(1, 1, 3, 1), dtype=torch.float32, memory=_plain
+) -> Example:
+    """``dims`` are the old and the new one. Padding along the old holds anything."""
+    degree, (dim, new_dim) = math.prod(mesh), dims
+    shape = [2, 3, 4, 5]
+    shape[dim], shape[new_dim] = chunks.local_extent(layout, degree), chunks.global_extent(new_layout)
+    xs = [memory(random(*shape, dtype=dtype)) for _ in range(degree)]
+    cuts = (dim, list(layout), new_dim, list(new_layout))
+    return Example(
+        ops.switch,
+        [(x, *cuts, list(mesh)) for x in xs],
+        reference.switch(xs, *cuts, mesh),
+        held={"x": (layout, 1)},
+        given=[(layout, degree)],
+    )
+
+
 def in_example(
     layout=(1, 1, 5, 2), kv_layout=(1, 1, 3), mesh=(1, 1, 2), heads=(4, 2), dims=(4, 3), batch=(2,),
     dtype=torch.float32, memory=_plain,
@@ -277,6 +295,7 @@ def pick_example(layout=(1, 1, 5, -2, 3), mesh=(1, 1, 2), dtype=torch.float32, m
 EXAMPLES: dict[str, Callable[..., Example]] = {
     "shard": shard_example,
     "unshard": unshard_example,
+    "switch": switch_example,
     "ulysses_in": in_example,
     "ulysses_out": out_example,
     "kv_gather": gather_example,
@@ -401,6 +420,25 @@ grouped_heads = st.tuples(st.integers(1, 3), st.integers(1, 4)).map(lambda t: (t
 @given(cuts, meshes, st.integers(0, 3), st.sampled_from([shard_example, unshard_example]))
 def test_shard_and_unshard_equal_the_reference_for_any_layout(layout, mesh, dim, make):
     assert_right(make(layout=layout, mesh=mesh, dim=dim))
+
+
+@given(cuts, cuts, meshes, st.permutations(range(4)))
+def test_switch_equals_the_reference_for_any_layouts(layout, new_layout, mesh, dims):
+    assert_right(switch_example(layout, mesh, dims[:2], new_layout))
+
+
+@given(cuts, cuts, meshes, st.permutations(range(4)))
+def test_switching_back_undoes_it(layout, new_layout, mesh, dims):
+    there = switch_example(layout, mesh, dims[:2], new_layout)
+    shape = [2, 3, 4, 5]
+    shape[dims[0]], shape[dims[1]] = chunks.global_extent(layout), chunks.global_extent(new_layout)
+    chunked = reference.shard(random(*shape), dims[0], layout, mesh)
+    for args, x in zip(there.ranks, chunked, strict=True):
+        args[0].copy_(x)
+    program = ops.PROGRAMS[ops.switch._opoverload]
+    back = [program(r, y, dims[1], new_layout, dims[0], layout, mesh) for r, y in enumerate(there.run())]
+    for found, x in zip(wire.in_lockstep(back, mesh), chunked, strict=True):
+        assert torch.equal(found, x)
 
 
 @given(token_layouts, token_layouts, meshes, grouped_heads, st.integers(1, 5), batches)
@@ -561,6 +599,9 @@ REFUSED = {
     "shard without segments": (_with(shard_example(), layout=[1, 1]), "outer, inner, .segments"),
     "shard over no ranks": (_with(shard_example(), mesh=[1, 0, 1]), "degree >= 1"),
     "unshard of another length": (_with(unshard_example(), layout=[1, 1, 9]), "makes 1 of 2 chunks 5 long"),
+    "switch to the same dim": (_with(switch_example(), new_dim=2), "from dim 2 to dim 2: want two dims"),
+    "switch of another length": (_with(switch_example(), layout=[1, 1, 9]), "makes 1 of 2 chunks 5 long"),
+    "switch to another length": (_with(switch_example(), new_layout=[1, 1, 9]), "makes 2 of 2 chunks 9 long"),
     "heads that cannot share": (
         _with(in_example(), k=random(2, 3, 2, 4), v=random(2, 3, 2, 3)),
         "4 query heads cannot share 3 key/value heads equally",
