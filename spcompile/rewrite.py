@@ -89,7 +89,7 @@ class _Emitter:
     def value(self, node: fx.Node, layout: Layout) -> fx.Node:
         """The new node that holds ``node`` as ``layout``: as computed, sharded for free, moved, or gathered."""
         versions = self.versions[node]
-        site = self.found.moves.get(node, {}).get(layout)  # type: ignore[call-overload]
+        site = self.found.moves.get(node, {}).get(layout)  # type: ignore[arg-type]
         if layout not in versions and site is not None and REPLICATED not in versions:
             (home, local), *_ = versions.items()
             versions[layout] = self.switched(site, local, home, layout)  # type: ignore[arg-type]

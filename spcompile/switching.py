@@ -64,10 +64,7 @@ class _Planner:
             return False
         dims = range(len(self.site.shape("q")) - 3)
         possible = [s for d in dims for s in self.switches(d) if s.cost.total < now.cost.total]
-        for switch in sorted(possible, key=lambda s: s.cost.total):
-            if self.accept(switch, now):
-                return True
-        return False
+        return any(self.accept(switch, now) for switch in sorted(possible, key=lambda s: s.cost.total))
 
     # where the cut moves
 
@@ -143,7 +140,7 @@ class _Planner:
 
     def cost(self, moved: dict[fx.Node, Sharded], region: dict[fx.Node, None], away: Sharded) -> Cost:
         """Bytes of the values there and of the output back, and work on rows that are padding."""
-        home = self.found.sites[self.site.node].plan.outputs[0]
+        home = self.found.layouts[self.site.node]
         there = {n: w for n, w in moved.items() if n not in self.found.whole}
         sent = sum(self.sent(n, self.found.layouts[n], want) for n, want in there.items())
         sent += self.sent(self.site.node, home, away)
@@ -186,7 +183,7 @@ class _Planner:
             local,
             exchange="switch",
             plan=plans[self.site.node],
-            reason="moving the cut to the batch and back costs less" + wasted,
+            reason=f"cheaper than {now.exchange}: the cut moves to the batch and back" + wasted,
             cost=switch.cost,
             runner_up=f"{now.exchange} (+{now.cost.total / switch.cost.total - 1:.0%})",
         )
