@@ -13,6 +13,7 @@
 | `cumsum` | the running sum along a cut dim | 1 all-gather of a row |
 | `halo` | a chunk and the neighbours' nearest rows | 1 send to each neighbour |
 | `pick` | tokens by index, on every rank | 1 all-reduce |
+| `local_rows` | places of tokens in this rank's chunk | none |
 | `fill_padding` | a chunk with a value in place of its padding | none |
 | `local_mask` | this rank's heads and rows of a mask | none |
 | `attention_call` | one form for recognised calls, in captured graphs only | none |
@@ -44,7 +45,7 @@ from spcompile.ops.blockwise import attention
 from spcompile.ops.calls import attention_call
 from spcompile.ops.gathering import kv_gather, kv_gather_start
 from spcompile.ops.masks import local_mask
-from spcompile.ops.mixing import all_reduce, cumsum, fill_padding, halo, pick
+from spcompile.ops.mixing import all_reduce, cumsum, fill_padding, halo, local_rows, pick
 from spcompile.ops.sharding import shard, unshard
 from spcompile.ops.switching import switch
 from spcompile.ops.ulysses import ulysses_in, ulysses_out
@@ -63,6 +64,7 @@ PROGRAMS: dict[OpOverload, Callable[..., wire.Program]] = {
     cumsum._opoverload: mixing.cumsum_program,
     halo._opoverload: mixing.halo_program,
     pick._opoverload: mixing.pick_program,
+    local_rows._opoverload: mixing.local_rows_program,
     fill_padding._opoverload: mixing.fill_padding_program,
 }
 """Op -> its program ``(rank, *op arguments without the group)``; the mesh is the last of them."""
@@ -80,6 +82,7 @@ __all__ = [
     "kv_gather",
     "kv_gather_start",
     "local_mask",
+    "local_rows",
     "meshes",
     "pick",
     "reference",

@@ -270,6 +270,9 @@ class _Emitter:
     def pick(self, value: fx.Node, index: fx.Node, lay: Sharded) -> fx.Node:
         return self.moved(1, ops.pick._opoverload, value, index, lay.dim, lay.spec(), self.mesh)[0]
 
+    def local_rows(self, index: fx.Node, lay: Sharded, wraps: bool) -> fx.Node:
+        return self.emit(ops.local_rows._opoverload, index, lay.spec(), wraps, self.mesh, self.group)
+
     def unshard(self, value: fx.Node, lay: Sharded) -> fx.Node:
         return self.moved(1, ops.unshard._opoverload, value, lay.dim, lay.spec(), self.mesh)[0]
 

@@ -292,6 +292,13 @@ def pick_example(layout=(1, 1, 5, -2, 3), mesh=(1, 1, 2), dtype=torch.float32, m
     return Example(ops.pick, args, reference.pick(xs, index, 2, layout))
 
 
+def rows_example(layout=(1, 1, 5, -2, 3), mesh=(1, 1, 2), wraps=True, dtype=torch.int64, memory=_plain) -> Example:
+    total = chunks.global_extent(layout)
+    index = memory(torch.randint(-total if wraps else 0, total, (2, 3, 6, 4)))
+    args = (index, list(layout), wraps, list(mesh))
+    return Example(ops.local_rows, [args] * math.prod(mesh), reference.local_rows(index, layout, wraps, mesh))
+
+
 EXAMPLES: dict[str, Callable[..., Example]] = {
     "shard": shard_example,
     "unshard": unshard_example,
@@ -306,11 +313,12 @@ EXAMPLES: dict[str, Callable[..., Example]] = {
     "cumsum": cumsum_example,
     "halo": halo_example,
     "pick": pick_example,
+    "local_rows": rows_example,
 }
 MESHES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (3, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
 
 every_op = pytest.mark.parametrize("make", EXAMPLES.values(), ids=EXAMPLES.keys())
-MIXING = ("all_reduce", "fill_padding", "cumsum", "halo", "pick")
+MIXING = ("all_reduce", "fill_padding", "cumsum", "halo", "pick", "local_rows")
 """Ops whose padding, order and neighbours have tests of their own."""
 every_op_that_sends = pytest.mark.parametrize(
     "make", [m for name, m in EXAMPLES.items() if name not in ("shard", "local_mask", *MIXING)]
@@ -634,6 +642,8 @@ REFUSED = {
     "groups to sum": (_with(cumsum_example((1, 1, 8)), layout=[2, 1, 3]), "want one token after the other"),
     "runs with neighbours": (_with(halo_example(), layout=[1, 1, 5, 4]), "want chunks of neighbours one after the"),
     "rows with neighbours": (_with(halo_example(), before=9), "9 rows before and 1 after of chunks of 5"),
+    "tokens in groups": (_with(rows_example(), layout=[2, 1, 5]), "want one token after the other"),
+    "index of another dtype": (_with(rows_example(), index=torch.ones(3)), "index is torch.float32: want torch.int64"),
     "nothing to cut": (_with(mask_example(), mask=torch.ones(1, 7)), "every rank needs the whole mask"),
 }
 
@@ -748,6 +758,13 @@ def test_halo_equals_the_reference(around, layout, mesh):
 @every_mesh
 def test_pick_equals_the_reference(dtype, mesh):
     assert_right(pick_example(mesh=mesh, dtype=dtype))
+
+
+@pytest.mark.parametrize(("wraps", "wrong"), [(True, 10), (True, -11), (False, -1)])
+def test_an_index_out_of_range_is_one_here_too(wraps, wrong):
+    index = torch.tensor([3, wrong])
+    with pytest.raises(IndexError):
+        wire.in_lockstep([mixing.local_rows_program(0, index, [1, 1, 5, 5], wraps, [1, 1, 1])], (1, 1, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool])
