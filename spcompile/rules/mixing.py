@@ -438,18 +438,18 @@ class Written:
         schema = call.node.target._schema.arguments  # type: ignore[union-attr]
 
         def build(b: Build, given: dict[str, Any]) -> fx.Node:
+            def place(index: fx.Node) -> fx.Node:
+                return b.local_rows(b.cast(index, torch.int64), lay, self.wraps)
+
             one_more = [0, 0] * (rank - 1 - lay.dim) + [0, 1]
-            x = b.emit(aten.constant_pad_nd.default, given["self"], one_more)
-            at = given["index"] if "index" in given else given["indices"][lay.dim]
-            at = b.local_rows(b.cast(at, torch.int64), lay, self.wraps)
+            arguments = given | {"self": b.emit(aten.constant_pad_nd.default, given["self"], one_more)}
             if "index" in given:
-                changed = {"index": at}
+                arguments["index"] = place(given["index"])
             else:
-                changed = {"indices": [at if d == lay.dim else i for d, i in enumerate(given["indices"])]}
-            arguments = given | {"self": x} | changed
+                arguments["indices"] = [index if index is None else place(index) for index in given["indices"]]
             args = [arguments[a.name] for a in schema if not a.kwarg_only]
             named = {a.name: arguments[a.name] for a in schema if a.kwarg_only}
-            out = b.emit(call.node.target, *args, **named)  # type: ignore[arg-type]
+            out = b.emit(call.node.target, *args, **named)
             return b.emit(aten.slice.Tensor, out, lay.dim, 0, rows)
 
         return Plan(first_only(lay, call), (lay,), build=build)
