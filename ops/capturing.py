@@ -11,7 +11,7 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from spcompile.ops import blockwise, gathering, kernels, masks, mixing, sharding, ulysses
+from spcompile.ops import blockwise, gathering, kernels, masks, mixing, sharding, switching, ulysses
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,10 @@ def _kernel(args: Sequence[Any]) -> str | None:
     return None if kernel.capturable else f"kernel {kernel.name} declares that it cannot be captured"
 
 
+def _table(args: Sequence[Any]) -> str | None:
+    return "it copies a table of tokens from the host"
+
+
 LOCAL, EXCHANGE = Declaration(), Declaration(exchanges=_always)
 
 DECLARED: dict[OpOverload, Declaration] = {
@@ -38,6 +42,7 @@ DECLARED: dict[OpOverload, Declaration] = {
     sharding.unshard._opoverload: EXCHANGE,
     ulysses.ulysses_in._opoverload: EXCHANGE,
     ulysses.ulysses_out._opoverload: EXCHANGE,
+    switching.switch._opoverload: EXCHANGE,
     gathering.kv_gather_start._opoverload: EXCHANGE,
     gathering.kv_gather._opoverload: EXCHANGE,
     blockwise.attention._opoverload: Declaration(exchanges=lambda args: args[9][0] > 1, hindrance=_kernel),
@@ -45,7 +50,8 @@ DECLARED: dict[OpOverload, Declaration] = {
     mixing.all_reduce._opoverload: EXCHANGE,
     mixing.cumsum._opoverload: EXCHANGE,
     mixing.halo._opoverload: EXCHANGE,
-    mixing.pick._opoverload: Declaration(_always, lambda args: "it copies a table of tokens from the host"),
+    mixing.pick._opoverload: Declaration(_always, _table),
+    mixing.local_rows._opoverload: Declaration(hindrance=_table),
     mixing.fill_padding._opoverload: LOCAL,
 }
 """Every op that has a program."""

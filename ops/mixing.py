@@ -251,3 +251,50 @@ def pick(x: Tensor, index: Tensor, dim: int, layout: Sequence[int], mesh: Sequen
 def _(x: Tensor, index: Tensor, dim: int, layout: Sequence[int], mesh: Sequence[int], group: str) -> Tensor:
     _check_order(x, dim, layout, mesh)
     return torch.empty(index.shape, dtype=x.dtype, device=x.device)
+
+
+def local_rows_program(
+    rank: int, index: Tensor, layout: Sequence[int], wraps: bool, mesh: Sequence[int]
+) -> wire.Program:
+    """This rank's part of `local_rows`: no communication."""
+    degree = _check_rows(index, layout, mesh)
+    owner, place = (t.to(index.device) for t in chunks.whereabouts(layout[2:], degree))
+    if wraps:
+        index = torch.where(index < 0, index + owner.numel(), index)
+    index = torch.where(index < 0, owner.numel(), index)  # out of range, as it is for the op that takes it
+    return torch.where(owner[index] == rank, place[index], chunks.local_extent(layout, degree)).contiguous()
+    yield  # a program is a generator, also when it asks for nothing
+
+
+def _check_rows(index: Tensor, layout: Sequence[int], mesh: Sequence[int]) -> int:
+    degree = meshes.degree(mesh)
+    if list(layout[:2]) != [1, 1] or len(layout) < 3:
+        raise ValueError(f"layout {list(layout)}: want one token after the other, [1, 1, *segments]")
+    if index.dtype != torch.int64:
+        raise ValueError(f"index is {index.dtype}: want torch.int64")
+    return degree
+
+
+@torch.library.custom_op("spcompile::local_rows", mutates_args=())
+def local_rows(index: Tensor, layout: Sequence[int], wraps: bool, mesh: Sequence[int], group: str) -> Tensor:
+    """Places in this rank's chunk of tokens that are named by their place in the whole. No communication.
+
+    Args:
+        index: int64, any shape, the same on every rank.
+        layout: ``[1, 1, *segments]`` of the tokens.
+        wraps: a negative index counts from the end; else it is out of range.
+        mesh: ``[ring, kv_gather, ulysses]``.
+        group: process group name.
+    Returns:
+        Like ``index``, contiguous. For tokens of other ranks one past the chunk: a row that is to be thrown away.
+    Raises:
+        ValueError: tokens that are not one after the other, or another dtype.
+        IndexError: an index out of range.
+    """
+    return wire.over_group(local_rows_program(wire.rank_in(group), index, layout, wraps, mesh), group, mesh)
+
+
+@local_rows.register_fake
+def _(index: Tensor, layout: Sequence[int], wraps: bool, mesh: Sequence[int], group: str) -> Tensor:
+    _check_rows(index, layout, mesh)
+    return torch.empty(index.shape, dtype=index.dtype, device=index.device)

@@ -52,6 +52,13 @@ def unshard(xs: Sequence[Tensor], dim: int, layout: Sequence[int], mesh: Sequenc
     return [whole(xs, dim, layout) for _ in xs]
 
 
+def switch(
+    xs: Sequence[Tensor], dim: int, layout: Sequence[int], new_dim: int, new_layout: Sequence[int], mesh: Sequence[int]
+) -> list[Tensor]:
+    """The whole tensor, cut along another dim."""
+    return shard(whole(xs, dim, layout), new_dim, new_layout, mesh)
+
+
 def ulysses_in(
     qs: Sequence[Tensor],
     ks: Sequence[Tensor],
@@ -176,3 +183,13 @@ def halo(xs: Sequence[Tensor], dim: int, layout: Sequence[int], before: int, aft
 def pick(xs: Sequence[Tensor], index: Tensor, dim: int, layout: Sequence[int]) -> list[Tensor]:
     """``torch.gather`` of the whole dim."""
     return [whole(xs, dim, layout).gather(dim, index) for _ in xs]
+
+
+def local_rows(index: Tensor, layout: Sequence[int], wraps: bool, mesh: Sequence[int]) -> list[Tensor]:
+    """Where every rank's chunk has the tokens, one past its end for those that it does not have."""
+    total = sum(map(abs, layout[2:]))
+    found = []
+    for held in fill_padding(shard(torch.arange(total), 0, layout, mesh), 0, layout, -1):
+        places = {int(token): place for place, token in enumerate(held) if token >= 0}
+        found.append(torch.tensor([places.get(int(i) % total, len(held)) for i in index.flatten()]).view(index.shape))
+    return found

@@ -51,7 +51,8 @@ class Inference:
     """``layouts``: per node, a layout or one per output. ``plans``: calls that touch a sharded value.
 
     ``whole`` are the nodes that exist replicated although their layout is sharded (they begin to be sharded).
-    ``regathered`` says, per call computed on full tensors although an operand is sharded, why.
+    ``regathered`` says, per call computed on full tensors although an operand is sharded, why. ``moves`` are values
+    that are also needed cut along another dim: per value, each such layout and the site that it is for.
     """
 
     layouts: dict[fx.Node, Any] = field(default_factory=dict)
@@ -59,6 +60,7 @@ class Inference:
     sites: dict[fx.Node, SitePlan] = field(default_factory=dict)
     whole: set[fx.Node] = field(default_factory=set)
     regathered: dict[fx.Node, str] = field(default_factory=dict)
+    moves: dict[fx.Node, dict[Sharded, fx.Node]] = field(default_factory=dict)
 
 
 def infer(graph: fx.Graph, sites: Sequence[Site], policy: Policy) -> Inference:

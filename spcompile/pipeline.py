@@ -27,6 +27,7 @@ from spcompile.report import Report
 from spcompile.rewrite import KEPT_META, Rewritten, rewrite
 from spcompile.sites import Site, find_sites, names_attention
 from spcompile.source import place
+from spcompile.switching import switch_sites
 from spcompile.verify import require_distributed, require_strict, verify
 
 log = logging.getLogger("spcompile")
@@ -115,6 +116,8 @@ def distribute(
     policy = Policy(degree, config.mesh, config.kernel, config.min_tokens, may_draw=config.check != "off")
     found = infer(captured.graph, sites, policy)
     log.info("infer: %d calls on chunks, %d on gathered values", len(found.plans), len(found.regathered))
+    switched = switch_sites(captured.graph, sites, found, policy)
+    log.info("switch: %d sites move the cut to the batch and back", switched)
     _require_exact(sites, found)
     rewritten = rewrite(captured, sites, found, degree=degree, group=group)
     log.info("rewrite: %d nodes, %d collectives", len(rewritten.graph.nodes), rewritten.report.collectives)

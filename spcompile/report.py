@@ -18,7 +18,7 @@ class AttentionEntry:
     """One attention site.
 
     ``shape`` is q's and the key length; ``bytes_per_rank`` what one rank sends per call; ``runner_up`` the next
-    cheapest exchange, if there was a choice; ``wasted`` the share of attention work on padding heads.
+    cheapest exchange, if there was a choice; ``wasted`` the share of attention work on padding heads or sequences.
     """
 
     name: str

@@ -8,6 +8,7 @@ call. The new graph names no rank and no per-rank size: all ranks hold the same 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -79,15 +80,21 @@ class _Emitter:
         self.several: dict[fx.Node, list[fx.Node]] = {}
         self.masks: dict[tuple[Any, ...], fx.Node] = {}
         self.origin: fx.Node | None = None
-        self.sent = self.collectives = 0
+        self.collectives: Counter[fx.Node] = Counter()  # by the captured node that they are for
+        self.sent: Counter[fx.Node] = Counter()
         self.result = Rewritten(self.graph, Report(degree=degree, graphs=1))
 
     # values in the layout a call needs
 
     def value(self, node: fx.Node, layout: Layout) -> fx.Node:
-        """The new node that holds ``node`` as ``layout``: as computed, sharded for free, or gathered."""
+        """The new node that holds ``node`` as ``layout``: as computed, sharded for free, moved, or gathered."""
         versions = self.versions[node]
-        if layout not in versions:
+        site = self.found.moves.get(node, {}).get(layout)  # type: ignore[arg-type]
+        if layout not in versions and site is not None and REPLICATED not in versions:
+            (home, local), *_ = versions.items()
+            versions[layout] = self.switched(site, local, home, layout)  # type: ignore[arg-type]
+            self.expect(versions[layout], layout, node)
+        elif layout not in versions:
             whole = versions.get(REPLICATED) or self.gathered(node)
             if isinstance(layout, Sharded):
                 self.result.report.shards += 1
@@ -230,7 +237,6 @@ class _Emitter:
     def built(self, node: fx.Node, plan: Plan) -> None:
         """A call that becomes several, and what those send."""
         assert plan.build is not None
-        self.sent = self.collectives = 0
         layouts = iter(plan.operands)  # each occurrence of an operand on its own
 
         def local(n: fx.Node) -> fx.Node:
@@ -242,9 +248,9 @@ class _Emitter:
             self.several[node] = new
         else:
             self.define(node, new, plan.outputs[0])
-        if self.collectives:
+        if self.collectives[node]:
             self.result.report.reductions.append(
-                ReductionEntry(_op_name(node), source_of(node), self.collectives, self.sent)
+                ReductionEntry(_op_name(node), source_of(node), self.collectives[node], self.sent[node])
             )
 
     def filled(self, value: fx.Node, lay: Sharded, fill: float) -> fx.Node:
@@ -263,6 +269,9 @@ class _Emitter:
 
     def pick(self, value: fx.Node, index: fx.Node, lay: Sharded) -> fx.Node:
         return self.moved(1, ops.pick._opoverload, value, index, lay.dim, lay.spec(), self.mesh)[0]
+
+    def local_rows(self, index: fx.Node, lay: Sharded, wraps: bool) -> fx.Node:
+        return self.emit(ops.local_rows._opoverload, index, lay.spec(), wraps, self.mesh, self.group)
 
     def unshard(self, value: fx.Node, lay: Sharded) -> fx.Node:
         return self.moved(1, ops.unshard._opoverload, value, lay.dim, lay.spec(), self.mesh)[0]
@@ -283,7 +292,6 @@ class _Emitter:
 
     def site(self, site: Site) -> None:
         chosen = self.found.sites[site.node]
-        self.sent = self.collectives = 0
         if chosen.mesh != NONE:
             self.exchange(site, chosen)
         else:
@@ -296,8 +304,8 @@ class _Emitter:
                 exchange=chosen.exchange,
                 kernel=site.op_name if chosen.kernel == CAPTURED else chosen.kernel,
                 reason=chosen.reason,
-                collectives=self.collectives,
-                bytes_per_rank=self.sent,
+                collectives=self.collectives[site.node],
+                bytes_per_rank=self.sent[site.node],
                 runner_up=chosen.runner_up,
                 wasted=chosen.cost.wasted,
             )
@@ -326,14 +334,29 @@ class _Emitter:
         self.define(site.node, out, chosen.plan.outputs[0])
 
     def local(self, site: Site, chosen: SitePlan) -> None:
-        """No exchange: on what this rank holds."""
+        """On what this rank holds; if that was moved here, the output goes home."""
         q, k, v = self.operands_of(site, chosen.plan)
         mask = self.value(site.mask, chosen.plan.operands[3]) if site.mask is not None else None
         positions = chosen.plan.operands[0]
         cut = chosen.block != NONE and isinstance(positions, Sharded)
         q_spec = positions.spec() if cut else [1, 1, q.meta["val"].shape[-2]]  # type: ignore[union-attr]
         out = self.attend(site, (q, k, v, mask), q_spec, [1, 1, k.meta["val"].shape[-2]], chosen)
-        self.define(site.node, out, chosen.plan.outputs[0])
+        home = chosen.plan.outputs[0]
+        if positions != home:
+            out = self.sent_home(site, out, positions, home)  # type: ignore[arg-type]
+        self.define(site.node, out, home)
+
+    def sent_home(self, site: Site, out: fx.Node, away: Sharded, home: Sharded) -> fx.Node:
+        """The output [..., H, S, E] with its tokens cut again, moved as [..., S, H, E]: as models store it."""
+        tokens, heads = home.dim, home.dim - 1
+        out = self.emit(aten.transpose.int, out, heads, tokens)
+        out = self.switched(site.node, out, away, home.at(heads))
+        return self.emit(aten.transpose.int, out, heads, tokens)
+
+    def switched(self, site: fx.Node, value: fx.Node, have: Sharded, want: Sharded) -> fx.Node:
+        """A value cut along another dim, for the sake of a site."""
+        cuts = (have.dim, have.spec(), want.dim, want.spec())
+        return self.moved_for(site, 1, ops.switch._opoverload, value, *cuts, self.mesh)[0]
 
     def attend(
         self, site: Site, tensors: tuple[fx.Node | None, ...], q_spec: list[int], kv_spec: list[int], chosen: SitePlan
@@ -346,16 +369,22 @@ class _Emitter:
             return self.captured_sdpa(site, named)
         args = (*tensors, q_spec, kv_spec, site.causal, site.scale, chosen.kernel, list(chosen.block))
         hops = chosen.block[0] - 1
-        self.collectives += hops
-        self.sent += hops * sum(_num_bytes(x) for x in tensors[1:3] if x is not None)
+        self.collectives[site.node] += hops
+        self.sent[site.node] += hops * sum(_num_bytes(x) for x in tensors[1:3] if x is not None)
         return self.emit(ops.attention._opoverload, *args, self.group)
 
     def moved(self, count: int, op: torch._ops.OpOverload, *args: Any) -> list[fx.Node]:
         """Emit an op with ``count`` results, and count its collectives and what they send."""
+        assert self.origin is not None
+        return self.moved_for(self.origin, count, op, *args)
+
+    def moved_for(self, origin: fx.Node, count: int, op: torch._ops.OpOverload, *args: Any) -> list[fx.Node]:
+        """`moved`, counted for another node than the one that is emitted."""
         node = self.emit(op, *args, self.group)
         shapes: Any = fx.map_arg(args, lambda n: torch.empty_like(n.meta["val"], device="meta"))
         collectives, sent = ops.wire.bytes_sent(ops.PROGRAMS[op](0, *shapes), args[-1])
-        self.collectives, self.sent = self.collectives + collectives, self.sent + sent
+        self.collectives[origin] += collectives
+        self.sent[origin] += sent
         return [node] if count == 1 else [self.emit(operator.getitem, node, i) for i in range(count)]
 
     def captured_sdpa(self, site: Site, tensors: dict[str, fx.Node | None]) -> fx.Node:

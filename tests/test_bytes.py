@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import B, C
-from test_ops import MESHES, every_mesh, gather_example, in_example, out_example, unshard_example
+from test_ops import MESHES, every_mesh, gather_example, in_example, out_example, switch_example, unshard_example
 from torch import nn
 
 from spcompile import ops
@@ -53,7 +53,7 @@ def moved_between_ranks(program: wire.Program, mesh) -> Iterator[int]:
     yield from (s.numel() * s.element_size() for pieces in slices[1:] for s in pieces)  # the first slice stays
 
 
-@pytest.mark.parametrize("make", [in_example, out_example, gather_example, unshard_example])
+@pytest.mark.parametrize("make", [in_example, out_example, gather_example, unshard_example, switch_example])
 @every_mesh
 def test_bytes_sent_is_what_lockstep_moves(make, mesh):
     example = make(mesh=mesh)

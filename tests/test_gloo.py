@@ -18,7 +18,7 @@ import pytest
 
 WORKER = Path(__file__).parent / "workers" / "cases.py"
 SMALL = (
-    "ops_equal_the_reference", "opcheck", "several_resolutions", "dynamic_shapes_under_inductor", "writes",
+    "ops_equal_the_reference", "opcheck", "several_resolutions", "dynamic_shapes_under_inductor", "writes", "switches",
     "different_shapes", "degrees_that_do_not_match",
     "different_dtypes",  # the last, for it may end the processes
 )  # fmt: skip
@@ -89,6 +89,12 @@ def test_opcheck_is_green():
 @two_and_four
 def test_buffers_and_inputs_are_written_as_without_compiling(num_ranks):
     assert all(result["off"] < 1e-13 for result in measured(num_ranks, "writes"))
+
+
+def test_a_cut_that_moves_there_and_back_is_exact():
+    for result in measured(2, "switches"):
+        assert result["off"] < 1e-13
+        assert result["exchanges"].count("switch") == 2
 
 
 def test_every_resolution_is_right_also_past_dynamos_limit():

@@ -445,11 +445,58 @@ class ExpertChoice(nn.Module):
 
 
 @pytest.mark.parametrize("degree", [2, 4])
-def test_expert_choice_gathers_scores_and_no_tokens(degree):
-    """But for what it adds tokens to, which stands on every rank anyway once written by index."""
-    model = ExpertChoice(experts=1)
+@pytest.mark.parametrize("experts", [1, 3])
+def test_expert_choice_gathers_scores_and_no_tokens(degree, experts):
+    model = ExpertChoice(experts)
     report = assert_exact(Between(model).double(), tokens(41).double(), degree=degree, tolerance=1e-13)
-    gathered = [r.op for r in report.regathers]
-    assert gathered.count("aten.topk") == 1
-    assert "aten.gather" not in gathered
-    assert "aten.gather" in [r.op for r in report.reductions]
+    assert regathered(report) == ["aten.topk"]
+    assert [r.op for r in report.reductions] == ["aten.gather"] * experts
+
+
+def _put(x, i, y):
+    return x.transpose(0, 1).index_put((i,), y.transpose(0, 1), accumulate=True).transpose(0, 1)
+
+
+def _assign(x, i, y):
+    x = x.clone()
+    x[:, i] = y
+    return x
+
+
+WRITTEN = {
+    "index_add": lambda x, i, y: x.index_add(1, i, y),
+    "index_add, scaled": lambda x, i, y: x.index_add(1, i, y, alpha=0.5),
+    "index_add in place": lambda x, i, y: x.clone().index_add_(1, i.int(), y),
+    "index_copy": lambda x, i, y: x.index_copy(1, i[1:3], y[:, 1:3]),
+    "index_put": _put,
+    "an assignment": lambda x, i, y: _assign(x, i[1:5], y[:, 1:5]),
+    "index_put of negative places": lambda x, i, y: _put(x, i - x.shape[1], y),
+    "scatter_add": lambda x, i, y: x.scatter_add(1, i[None, :, None].expand(B, -1, C), y),
+    "scatter_add to some samples and channels": lambda x, i, y: x.scatter_add(1, i[None, :, None].expand(1, -1, 5), y),
+    "scatter": lambda x, i, y: x.scatter(1, i[:1, None, None].expand(-1, 1, C), y),
+    "scatter of a value": lambda x, i, y: x.scatter(1, i[None, :, None].expand(B, -1, C), 3.0),
+    "along the flattened batch": lambda x, i, y: x.flatten(0, 1).index_add(0, i, y[0]).view(x.shape),
+    "to tokens in front": lambda x, i, y: x.transpose(0, 1).index_add(0, i, y.transpose(0, 1)).transpose(0, 1),
+    "a slice of tokens": lambda x, i, y: x[:, 2:].index_add(1, i - 2, y),
+}
+
+
+@pytest.mark.parametrize("write", WRITTEN.values(), ids=WRITTEN.keys())
+@pytest.mark.parametrize(("degree", "num_tokens"), [(2, 11), (3, 12), (4, 11)])
+def test_rows_are_written_where_they_lie(write, degree, num_tokens):
+    """Some rows twice. What is written and where is on every rank."""
+    places, rows = torch.tensor([3, 9, 3, 2, 10, 3]), torch.randn(B, 6, C).double()
+    report = assert_exact(
+        Between(write).double(), tokens(num_tokens).double(), places, rows, degree=degree, tolerance=1e-13
+    )
+    assert regathered(report) == []
+    assert report.reductions == []
+
+
+def test_writing_by_two_indices_or_a_mask_is_regathered():
+    for op in (
+        lambda x, i: x.index_put((torch.arange(B), i), torch.ones(())),
+        lambda x, i: _assign(x, torch.arange(x.shape[1]) % 2 == 0, 1.0),
+    ):
+        report = assert_exact(Between(op), tokens(11), torch.tensor([3, 5]), tolerance=1e-5)
+        assert regathered(report)

@@ -126,6 +126,24 @@ def unshard_example(layout=(1, 1, 5, 2), mesh=(1, 1, 2), dim=2, dtype=torch.floa
     )
 
 
+def switch_example(
+    layout=(1, 1, 5, 2), mesh=(1, 1, 2), dims=(2, 0), new_layout=(1, 1, 3, 1), dtype=torch.float32, memory=_plain
+) -> Example:
+    """``dims`` are the old and the new one. Padding along the old holds anything."""
+    degree, (dim, new_dim) = math.prod(mesh), dims
+    shape = [2, 3, 4, 5]
+    shape[dim], shape[new_dim] = chunks.local_extent(layout, degree), chunks.global_extent(new_layout)
+    xs = [memory(random(*shape, dtype=dtype)) for _ in range(degree)]
+    cuts = (dim, list(layout), new_dim, list(new_layout))
+    return Example(
+        ops.switch,
+        [(x, *cuts, list(mesh)) for x in xs],
+        reference.switch(xs, *cuts, mesh),
+        held={"x": (layout, 1)},
+        given=[(layout, degree)],
+    )
+
+
 def in_example(
     layout=(1, 1, 5, 2), kv_layout=(1, 1, 3), mesh=(1, 1, 2), heads=(4, 2), dims=(4, 3), batch=(2,),
     dtype=torch.float32, memory=_plain,
@@ -274,9 +292,17 @@ def pick_example(layout=(1, 1, 5, -2, 3), mesh=(1, 1, 2), dtype=torch.float32, m
     return Example(ops.pick, args, reference.pick(xs, index, 2, layout))
 
 
+def rows_example(layout=(1, 1, 5, -2, 3), mesh=(1, 1, 2), wraps=True, dtype=torch.int64, memory=_plain) -> Example:
+    total = chunks.global_extent(layout)
+    index = memory(torch.randint(-total if wraps else 0, total, (2, 3, 6, 4)))
+    args = (index, list(layout), wraps, list(mesh))
+    return Example(ops.local_rows, [args] * math.prod(mesh), reference.local_rows(index, layout, wraps, mesh))
+
+
 EXAMPLES: dict[str, Callable[..., Example]] = {
     "shard": shard_example,
     "unshard": unshard_example,
+    "switch": switch_example,
     "ulysses_in": in_example,
     "ulysses_out": out_example,
     "kv_gather": gather_example,
@@ -287,11 +313,12 @@ EXAMPLES: dict[str, Callable[..., Example]] = {
     "cumsum": cumsum_example,
     "halo": halo_example,
     "pick": pick_example,
+    "local_rows": rows_example,
 }
 MESHES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (3, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
 
 every_op = pytest.mark.parametrize("make", EXAMPLES.values(), ids=EXAMPLES.keys())
-MIXING = ("all_reduce", "fill_padding", "cumsum", "halo", "pick")
+MIXING = ("all_reduce", "fill_padding", "cumsum", "halo", "pick", "local_rows")
 """Ops whose padding, order and neighbours have tests of their own."""
 every_op_that_sends = pytest.mark.parametrize(
     "make", [m for name, m in EXAMPLES.items() if name not in ("shard", "local_mask", *MIXING)]
@@ -401,6 +428,25 @@ grouped_heads = st.tuples(st.integers(1, 3), st.integers(1, 4)).map(lambda t: (t
 @given(cuts, meshes, st.integers(0, 3), st.sampled_from([shard_example, unshard_example]))
 def test_shard_and_unshard_equal_the_reference_for_any_layout(layout, mesh, dim, make):
     assert_right(make(layout=layout, mesh=mesh, dim=dim))
+
+
+@given(cuts, cuts, meshes, st.permutations(range(4)))
+def test_switch_equals_the_reference_for_any_layouts(layout, new_layout, mesh, dims):
+    assert_right(switch_example(layout, mesh, dims[:2], new_layout))
+
+
+@given(cuts, cuts, meshes, st.permutations(range(4)))
+def test_switching_back_undoes_it(layout, new_layout, mesh, dims):
+    there = switch_example(layout, mesh, dims[:2], new_layout)
+    shape = [2, 3, 4, 5]
+    shape[dims[0]], shape[dims[1]] = chunks.global_extent(layout), chunks.global_extent(new_layout)
+    chunked = reference.shard(random(*shape), dims[0], layout, mesh)
+    for args, x in zip(there.ranks, chunked, strict=True):
+        args[0].copy_(x)
+    program = ops.PROGRAMS[ops.switch._opoverload]
+    back = [program(r, y, dims[1], new_layout, dims[0], layout, mesh) for r, y in enumerate(there.run())]
+    for found, x in zip(wire.in_lockstep(back, mesh), chunked, strict=True):
+        assert torch.equal(found, x)
 
 
 @given(token_layouts, token_layouts, meshes, grouped_heads, st.integers(1, 5), batches)
@@ -561,6 +607,9 @@ REFUSED = {
     "shard without segments": (_with(shard_example(), layout=[1, 1]), "outer, inner, .segments"),
     "shard over no ranks": (_with(shard_example(), mesh=[1, 0, 1]), "degree >= 1"),
     "unshard of another length": (_with(unshard_example(), layout=[1, 1, 9]), "makes 1 of 2 chunks 5 long"),
+    "switch to the same dim": (_with(switch_example(), new_dim=2), "from dim 2 to dim 2: want two dims"),
+    "switch of another length": (_with(switch_example(), layout=[1, 1, 9]), "makes 1 of 2 chunks 5 long"),
+    "switch to another length": (_with(switch_example(), new_layout=[1, 1, 9]), "makes 2 of 2 chunks 9 long"),
     "heads that cannot share": (
         _with(in_example(), k=random(2, 3, 2, 4), v=random(2, 3, 2, 3)),
         "4 query heads cannot share 3 key/value heads equally",
@@ -593,6 +642,8 @@ REFUSED = {
     "groups to sum": (_with(cumsum_example((1, 1, 8)), layout=[2, 1, 3]), "want one token after the other"),
     "runs with neighbours": (_with(halo_example(), layout=[1, 1, 5, 4]), "want chunks of neighbours one after the"),
     "rows with neighbours": (_with(halo_example(), before=9), "9 rows before and 1 after of chunks of 5"),
+    "tokens in groups": (_with(rows_example(), layout=[2, 1, 5]), "want one token after the other"),
+    "index of another dtype": (_with(rows_example(), index=torch.ones(3)), "index is torch.float32: want torch.int64"),
     "nothing to cut": (_with(mask_example(), mask=torch.ones(1, 7)), "every rank needs the whole mask"),
 }
 
@@ -707,6 +758,13 @@ def test_halo_equals_the_reference(around, layout, mesh):
 @every_mesh
 def test_pick_equals_the_reference(dtype, mesh):
     assert_right(pick_example(mesh=mesh, dtype=dtype))
+
+
+@pytest.mark.parametrize(("wraps", "wrong"), [(True, 10), (True, -11), (False, -1)])
+def test_an_index_out_of_range_is_one_here_too(wraps, wrong):
+    index = torch.tensor([3, wrong])
+    with pytest.raises(IndexError):
+        wire.in_lockstep([mixing.local_rows_program(0, index, [1, 1, 5, 5], wraps, [1, 1, 1])], (1, 1, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool])

@@ -49,7 +49,7 @@ def everywhere(monkeypatch):
 
 def order(model, device="cuda", **degrees) -> list[str]:
     """The sharded linear layers and the gather, in the order in which ranks call them."""
-    (graph,) = plan(model, (tokens(8),), device=device, **degrees).graphs
+    (graph,) = plan(model, (tokens(8, batch=1),), device=device, **degrees).graphs
     names = {START: "start", GATHER: "gather", torch.ops.aten.linear.default: "linear"}
     return [names[n.target] for n in graph.graph.nodes if n.target in names]
 

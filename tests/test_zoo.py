@@ -109,7 +109,7 @@ def test_every_rank_returns_the_whole_output(name, label, degrees):
         per_site = sum(COLLECTIVES[axis] for axis in degrees)
         assert report.collectives == per_site * expected.exchanged + expected.reductions + 1
     elif degrees["sp"] == 2:
-        assert set(counts) == {"kv_gather"}
+        assert set(counts) <= {"kv_gather", "switch"}
 
 
 # all of them

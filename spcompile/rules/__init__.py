@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from spcompile.call import Call
 from spcompile.rules import mixing, names
 from spcompile.rules.base import Carry, Plan, Rule
-from spcompile.rules.mixing import Contract, Mixing, OneToken
+from spcompile.rules.mixing import Contract, Mixing, OneToken, Written
 from spcompile.rules.pieces import NARROW, SLICE, SPLIT, Concatenate, Like, Regroup, SliceScatter
 
 __all__ = ["RULES", "Plan", "Rule", "rule_for"]
@@ -27,6 +27,10 @@ __all__ = ["RULES", "Plan", "Rule", "rule_for"]
 aten = torch.ops.aten
 
 POINTWISE = Carry(names.pointwise)
+
+
+def _dim(call: Call) -> int:
+    return call.dim("dim")
 
 
 def _carry(family: Callable[[Call], tuple[names.Names, names.Names]], *packets: Any) -> dict[OpOverload, Rule]:
@@ -86,7 +90,11 @@ RULES: dict[OpOverload, Rule] = {
     **_mixing(mixing.padded, names.padded, aten.constant_pad_nd, aten.pad),
     **_mixing(mixing.looked_up, names.picked, aten.index_select),
     **_mixing(mixing.looked_up, names.gathered, aten.gather),
-    **dict.fromkeys((aten.scatter.src, aten.scatter.value, aten.scatter_add.default), Carry(names.scattered)),
+    **dict.fromkeys(
+        (aten.scatter.src, aten.scatter.value, aten.scatter_add.default), Written(Carry(names.scattered), _dim)
+    ),
+    **dict.fromkeys((aten.index_add.default, aten.index_copy.default), Written(Carry(names.rows_added), _dim)),
+    aten.index_put.default: Written(None, mixing.indexed_dim, wraps=True),
     **_carry(names.one_hot, aten.one_hot),
     **_carry(names.embedding, aten.embedding),
     # contractions

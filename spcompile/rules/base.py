@@ -68,6 +68,10 @@ class Build(Protocol):
         """``torch.gather`` of the whole value, by a whole index."""
         ...
 
+    def local_rows(self, index: fx.Node, lay: Sharded, wraps: bool) -> fx.Node:
+        """Where tokens of a whole index lie in a chunk, one past it for those of other ranks."""
+        ...
+
     def unshard(self, value: fx.Node, lay: Sharded) -> fx.Node:
         """All of ``value`` on every rank."""
         ...

@@ -413,6 +413,61 @@ def looked_up(call: Call, layouts: Sequence[Layout]) -> Plan | None:
     return Plan(first_only(lay, call), (REPLICATED,), build=build)
 
 
+@dataclass(frozen=True)
+class Written:
+    """scatter, index_add, index_put: as ``carry`` says; along the token dim each rank writes the rows that it has.
+
+    Index and source are whole on every rank. Rows of others go to one row more, which is cut off again.
+    """
+
+    carry: Rule | None
+    dim: Callable[[Call], int | None]
+    wraps: bool = False
+
+    def forward(self, call: Call, layouts: Sequence[Layout]) -> Plan | None:
+        carried = self.carry.forward(call, layouts) if self.carry else None
+        return carried or self.written(call, layouts)
+
+    def written(self, call: Call, layouts: Sequence[Layout]) -> Plan | None:
+        lay = layouts[0]
+        if not isinstance(lay, Sharded) or (lay.outer, lay.inner) != (1, 1) or lay.dim != self.dim(call):
+            return None
+        if any(isinstance(x, Sharded) for x in layouts[1:]):
+            return None
+        rows, rank = lay.local_extent(call.degree), call.rank(0)
+        schema = call.node.target._schema.arguments  # type: ignore[union-attr]
+
+        def build(b: Build, given: dict[str, Any]) -> fx.Node:
+            def place(index: fx.Node) -> fx.Node:
+                return b.local_rows(b.cast(index, torch.int64), lay, self.wraps)
+
+            one_more = [0, 0] * (rank - 1 - lay.dim) + [0, 1]
+            arguments = given | {"self": b.emit(aten.constant_pad_nd.default, given["self"], one_more)}
+            if "index" in given:
+                arguments["index"] = place(given["index"])
+            else:
+                arguments["indices"] = [index if index is None else place(index) for index in given["indices"]]
+            args = [arguments[a.name] for a in schema if not a.kwarg_only]
+            named = {a.name: arguments[a.name] for a in schema if a.kwarg_only}
+            out = b.emit(call.node.target, *args, **named)
+            return b.emit(aten.slice.Tensor, out, lay.dim, 0, rows)
+
+        return Plan(first_only(lay, call), (lay,), build=build)
+
+    def backward(self, call: Call, output: int, want: Sharded) -> list[tuple[int, Sharded]]:
+        if self.dim(call) == want.dim:
+            return [(0, want)]
+        return self.carry.backward(call, output, want) if self.carry else []
+
+
+def indexed_dim(call: Call) -> int | None:
+    """The only dim of an index_put that integers index."""
+    indices = call.arguments["indices"]
+    used = [d for d, index in enumerate(indices) if index is not None]
+    plain = len(used) == 1 and indices[used[0]].meta["val"].dtype in (torch.int64, torch.int32)
+    return used[0] if plain else None
+
+
 def padded(call: Call, layouts: Sequence[Layout]) -> Plan | None:
     """A constant before or after the tokens: runs of tokens of their own, which no rank needs to be sent."""
     lay, pad = layouts[0], call.arguments["pad"]

@@ -246,6 +246,12 @@ def scattered(call: Call) -> tuple[Names, Names]:
     return [list(kept) for _ in shapes], [kept]
 
 
+def rows_added(call: Call) -> tuple[Names, Names]:
+    """index_add, index_copy: ``dim`` is indexed by a vector, the other dims run along with the source."""
+    kept = blocked(call.rank(0), call.dim("dim"))
+    return [kept, [None] * call.rank(1), kept], [kept]
+
+
 def one_hot(call: Call) -> tuple[Names, Names]:
     """A new last dim."""
     kept: list[Name] = list(range(call.rank(0)))

@@ -193,6 +193,21 @@ def sub_groups() -> dict[str, Any]:
     return {"off": off(found, expected), "degree": backend.report().degree, "data": mine}
 
 
+@case
+def switches() -> dict[str, Any]:
+    """Attention within frames and along them in turn, at odd sizes, of which one is large enough to move the cut."""
+    from test_switching import Factorised
+
+    model, errors = Factorised(), {}
+    backend = spcompile.backend(inner="eager")
+    fast = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        for shape in ((2, 7, 131, 24), (1, 5, 9, 24)):
+            x = torch.randn(shape, dtype=torch.float64)
+            errors[str(shape)] = off(fast(x), model(x))
+    return {"off": max(errors.values()), "exchanges": [e.exchange for e in backend.report().attention]}
+
+
 # every exchange
 
 
