@@ -8,7 +8,6 @@ as if it had never begun, else by breaking the group's connections. A call of a 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import time
 import weakref
@@ -39,21 +38,21 @@ class Alarm:
         self.rank = group.rank()
         self.steps, self.reason = 0, ""
         store: Any = _get_process_group_store(group)
+        self.store = store.clone()  # a connection waits for one thing at a time: one to wait, one to end that
         self.thread = Thread(target=self.watch, args=(store.clone(),), daemon=True, name="spcompile alarm")
-        store.set(_key(self.rank, "on"), "")
+        self.store.set(_key(self.rank, "on"), "")
         self.thread.start()
-        atexit.register(self.stop)
+        weakref.finalize(group, self.stop)
 
     def stop(self) -> None:
-        """A thread that waits for a store when the interpreter goes would take it down."""
-        group = self.group()
-        if group is not None and self.thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # no store, no wait
-                _get_process_group_store(group).set(_key(self.rank), _STOP)
-                self.thread.join(GRACE_S)
+        """End the thread, with its group or at exit: one that waits for a store would take the interpreter down."""
+        if self.thread.is_alive():
+            with contextlib.suppress(dist.DistError, RuntimeError):  # no store, no wait
+                self.store.set(_key(self.rank), _STOP)
+            self.thread.join(GRACE_S)
 
     def watch(self, store: dist.Store) -> None:
-        """What the thread does. ``store`` is a connection of its own, which waits for one thing at a time."""
+        """What the thread does. ``store`` is its own connection."""
         key = _key(self.rank)
         while True:
             try:

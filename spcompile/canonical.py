@@ -36,7 +36,7 @@ def _target(module: fx.GraphModule, node: fx.Node) -> str:
     if node.op == "placeholder":
         return ""
     if node.op != "get_attr":
-        return str(node.target)
+        return torch.fx.node._get_qualified_name(node.target) if callable(node.target) else str(node.target)
     value: Any = module
     for name in str(node.target).split("."):
         value = getattr(value, name)
