@@ -110,7 +110,6 @@ class Backend:
         if group.rank() == 0:
             warn_of_regathers(local.report)
         new = [axis for axis in make_axes(group, local.meshes) if axis not in self._axes]
-        new = list(dict.fromkeys(new))
         hold(new)
         self._axes += new
         with or_decline(group):
@@ -252,7 +251,8 @@ def backend(
         check: ``"first"`` compares the inputs of all ranks, weights included, before each graph's first call;
             ``"always"`` before every call; ``"off"`` never. They must be equal.
         verify: ``"first"`` also runs each graph unsharded at its first call, and compares; the report keeps the error.
-        timeout: seconds to wait for the other ranks before a graph's first call. None: the group's timeout.
+        timeout: seconds to wait for the other ranks before a graph's first call, once to compare graphs and once until
+            all have compiled. None: the group's timeout.
         cudagraphs: ``"piecewise"`` records what lies between exchanges as CUDA graphs; ``"full"`` a whole step as one,
             where every op and the process group can be captured; ``"off"`` neither. A model then has three kinds of
             steps: the first warms up, the second records, all others replay. Outputs are the caller's to keep.

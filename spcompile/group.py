@@ -98,7 +98,7 @@ def make_axes(group: dist.ProcessGroup, meshes: set[Mesh]) -> list[dist.ProcessG
     """Make the sub-groups of every mesh that a graph uses, in one order on all ranks, before it runs. Returns them."""
     axes = [(mesh, axis) for mesh in sorted(meshes) for axis, d in zip(AXES, mesh, strict=True) if d > 1]
     made = [wire.axis_group(group, mesh, axis) for mesh, axis in axes]
-    return [g for g in made if g is not group]
+    return list(dict.fromkeys(g for g in made if g is not group))
 
 
 _users: Counter[dist.ProcessGroup] = Counter()
