@@ -27,10 +27,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spcompile.ops import running
+
 SLOT = 32 << 20
 """Bytes of one message at most; what is larger goes through gloo."""
 _HEADER, _LINE = 4096, 64
+_SIZE = _HEADER + 2 * (_LINE + SLOT)
 _SPIN_S, _NAP_S, _LOOK_S = 0.005, 5e-5, 0.1
+
+
+class OutOfStep(RuntimeError):
+    """Ranks met in an exchange from different calls. ``number`` is the other rank's call."""
+
+    def __init__(self, rank: int, theirs: Sequence[int], mine: Sequence[int]) -> None:
+        self.number = theirs[1]
+        same = "the same graph" if theirs[0] == mine[0] else "another graph"
+        super().__init__(
+            f"rank {rank} of the group is in another call: number {theirs[1]}, of {same}, where this rank is in number "
+            f"{mine[1]} ({theirs[2]} bytes against {mine[2]})"
+        )
 
 
 class HostMemory:
@@ -40,15 +55,14 @@ class HostMemory:
     n % 2, and is overwritten by message n + 2 when all have taken it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, pids: Sequence[int], files: Sequence[int]) -> None:
+    def __init__(self, group: dist.ProcessGroup, pids: Sequence[int], maps: Sequence[mmap.mmap]) -> None:
         self.rank, self.pids = dist.get_rank(group), pids
         self.timeout_s = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        maps = [mmap.mmap(fd, _HEADER + 2 * SLOT) for fd in files]
         self.segments = [torch.frombuffer(m, dtype=torch.uint8) for m in maps]
         counters = [s[:_HEADER].view(torch.int64).numpy() for s in self.segments]
         self.sent, self.taken = ([c[i * _LINE :] for c in counters] for i in (0, 1))
-        self.number = 0
-        self.waiting = self.interrupted = False
+        self.number = self.waits = 0
+        self.waiting = self.interrupted = 0  # which wait it is
 
     @property
     def others(self) -> list[int]:
@@ -65,6 +79,7 @@ class HostMemory:
         for r in self.others:
             self.wait(r, self.taken[r], self.number - 2)
         message = Message(self, self.number, [p.numel() * p.element_size() for p in pieces])
+        message.header(self.rank)[:] = message.identity
         for piece, slot in zip(pieces, message.pieces(self.rank), strict=True):
             slot.copy_(_bytes(piece))
         self.sent[self.rank][0] = self.number
@@ -73,7 +88,8 @@ class HostMemory:
     def wait(self, rank: int, counter: Any, number: int) -> None:
         """Until a rank's counter is there. Raises RuntimeError, as gloo does, if it is no use to wait on."""
         start = last_look = time.monotonic()
-        self.waiting = True
+        self.waits += 1
+        self.waiting = self.waits
         try:
             while counter[0] < number:
                 now = time.monotonic()
@@ -85,23 +101,25 @@ class HostMemory:
                 else:
                     os.sched_yield()
         finally:
-            self.waiting = False
+            self.waiting = 0
 
     def interrupt(self) -> bool:
         """From another thread: end the exchange in which this rank waits, as if it had never begun.
 
         For one that not all ranks have begun. False if this rank does not wait here.
         """
-        if not self.waiting:
-            return False
-        self.interrupted = True
-        while self.waiting:
+        self.interrupted = self.waiting
+        ended = self.interrupted > 0
+        while ended and self.waiting == self.interrupted:
             time.sleep(_NAP_S)
-        self.interrupted = False
-        return True
+        return ended
+
+    def settle(self) -> None:
+        """After an exception between `put` and `done`: what was not taken is not wanted."""
+        self.taken[self.rank][0] = self.number
 
     def _look(self, rank: int, waited: float) -> None:
-        if self.interrupted:
+        if self.interrupted == self.waiting:
             self.number -= 1
             self.sent[self.rank][0] = self.number
             raise RuntimeError("an exchange that not all ranks had begun was ended")
@@ -119,16 +137,25 @@ class Message:
 
     def __init__(self, memory: HostMemory, number: int, sizes: Sequence[int]) -> None:
         self.memory, self.number, self.sizes = memory, number, sizes
+        self.identity = [*running.call(), sum(sizes)]
+
+    def header(self, rank: int) -> Any:
+        """What a rank's message is: the graph, its call, the bytes."""
+        start = _HEADER + self.number % 2 * (_LINE + SLOT)
+        return self.memory.segments[rank].narrow(0, start, _LINE).view(torch.int64).numpy()[: len(self.identity)]
 
     def pieces(self, rank: int) -> list[Tensor]:
         """Where a rank's pieces lie."""
-        slot = self.memory.segments[rank].narrow(0, _HEADER + self.number % 2 * SLOT, SLOT)
+        slot = self.memory.segments[rank].narrow(0, _HEADER + self.number % 2 * (_LINE + SLOT) + _LINE, SLOT)
         starts = [sum(map(_padded, self.sizes[:i])) for i in range(len(self.sizes))]
         return [slot.narrow(0, start, size) for start, size in zip(starts, self.sizes, strict=True)]
 
     def arrived(self, rank: int) -> list[Tensor]:
-        """A rank's pieces, when they are there. To be read before `done`."""
+        """A rank's pieces, when they are there, to be read before `done`. Raises `OutOfStep` if they are others."""
         self.memory.wait(rank, self.memory.sent[rank], self.number)
+        theirs = [int(x) for x in self.header(rank)]
+        if theirs != self.identity:
+            raise OutOfStep(rank, theirs, self.identity)
         return self.pieces(rank)
 
     def done(self) -> None:
@@ -162,23 +189,33 @@ def of(group: dist.ProcessGroup) -> HostMemory | None:
 
 
 def _make(group: dist.ProcessGroup) -> HostMemory | None:
-    able = sys.platform == "linux" and platform.machine() == "x86_64"
-    mine = os.memfd_create("spcompile") if able else -1
-    if able:
-        os.ftruncate(mine, _HEADER + 2 * SLOT)  # memory is taken when it is written
+    able, mine = sys.platform == "linux" and platform.machine() == "x86_64", -1
+    try:
+        if able:
+            mine = os.memfd_create("spcompile")
+            os.ftruncate(mine, _SIZE)  # memory is taken when it is written
+    except OSError:  # no more files: then all use gloo
+        able = False
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, (_host() if able else None, os.getpid(), mine), group=group)
     hosts, pids, numbers = zip(*everyone, strict=True)
-    files: list[int] = []
+    maps: list[mmap.mmap] = []
     if able and set(hosts) == {hosts[0]}:
-        with contextlib.suppress(OSError):  # containers may forbid it, then this rank has fewer files than peers
-            files = [os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR) for pid, number in zip(pids, numbers, strict=True)]
+        with contextlib.suppress(OSError):  # containers may forbid it, then this rank has fewer than its peers
+            maps += [_mapped(f"/proc/{pid}/fd/{number}") for pid, number in zip(pids, numbers, strict=True)]
     counts: list[Any] = [None] * group.size()
-    dist.all_gather_object(counts, len(files), group=group)
-    memory = HostMemory(group, pids, files) if min(counts) == group.size() else None
-    for file in (mine, *files) if able else ():
+    dist.all_gather_object(counts, len(maps), group=group)
+    if mine >= 0:
+        os.close(mine)
+    return HostMemory(group, pids, maps) if min(counts) == group.size() else None
+
+
+def _mapped(path: str) -> mmap.mmap:
+    file = os.open(path, os.O_RDWR)
+    try:
+        return mmap.mmap(file, _SIZE)
+    finally:
         os.close(file)
-    return memory
 
 
 def _host() -> tuple[str, str]:
@@ -190,3 +227,10 @@ def interrupt(group: dist.ProcessGroup) -> bool:
     """`HostMemory.interrupt` of a group's memory, if it has any."""
     memory = _memories.get(group)
     return memory is not None and memory.interrupt()
+
+
+def settle(group: dist.ProcessGroup) -> None:
+    """`HostMemory.settle` of a group's memory, if it has any."""
+    memory = _memories.get(group)
+    if memory is not None:
+        memory.settle()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group, _world
 
-from spcompile.ops import hostmem
+from spcompile.ops import hostmem, running
 from spcompile.ops import mesh as meshes
 
 
@@ -111,6 +111,11 @@ def is_capturable(group_name: str) -> bool:
 def over_group(program: Program, group_name: str, mesh: Sequence[int]) -> Any:
     """Run this rank's ``program`` over a process group, seen as ``mesh``, and return what it returns."""
     group = _resolve_process_group(GroupName(group_name))
+    if group.size() != meshes.degree(mesh):
+        raise RuntimeError(
+            f"this graph was compiled for {meshes.degree(mesh)} ranks, and its process group has {group.size()} now: "
+            "call torch._dynamo.reset() after the group has changed"
+        )
     answer: Any = None
     try:
         while True:
@@ -178,7 +183,11 @@ def _names_never_used(generation: int) -> Iterator[None]:
 def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int]) -> Any:
     if isinstance(request, Wait):
         for work in request.started.works:
-            work.wait()
+            if isinstance(work, _Taking):
+                work.wait()
+            else:
+                with running.sockets():
+                    work.wait()
         if isinstance(request.started, Shift) and request.started.on_host is not None:
             request.started.received.copy_(request.started.on_host)
         return request.started.received
@@ -193,11 +202,13 @@ def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int])
                 _bytes(slot).copy_(message.arrived(r)[memory.rank])
             message.done()
             return received
-        dist.all_to_all_single(_bytes(received), _bytes(send), group=peers)
+        with running.sockets():
+            dist.all_to_all_single(_bytes(received), _bytes(send), group=peers)
         return received
     if isinstance(request, AllReduce):
         total = request.send.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=peers)
+        with running.sockets():
+            dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=peers)
         return total
     if isinstance(request, AllGather):
         request.send = request.send.contiguous()

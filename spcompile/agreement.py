@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections import Counter
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,18 +20,28 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from spcompile.alarm import call_for
+from spcompile.alarm import alarm_of, count_failure
 from spcompile.capture import parts_of
 from spcompile.errors import RankMismatchError, SPError, VerificationError
+from spcompile.ops import running
 
-_FAILED = "failed"
+_REFUSED = "refused"
 """The fact that stands for why a rank has no graph."""
+_AGREED, _GIVEN_UP = "agreed", "given up"
 
-_rounds: Counter[str] = Counter()
-"""How many graphs were agreed on, by name of the group: all ranks count alike."""
+_turns: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""How many agreements a group has had. One that was given up counts too: who comes late passes over it."""
 
 
-def agree(group: dist.ProcessGroup, facts: Mapping[str, str], what: str, timeout: float | None = None) -> None:
+def agree(
+    group: dist.ProcessGroup,
+    facts: Mapping[str, str],
+    what: str,
+    timeout: float | None = None,
+    *,
+    compiled: bool = False,
+    described: Callable[[], Sequence[str]] | None = None,
+) -> None:
     """Compare ``facts`` with those of all ranks of the group. Every rank gets here, or an error.
 
     Args:
@@ -38,61 +49,115 @@ def agree(group: dist.ProcessGroup, facts: Mapping[str, str], what: str, timeout
         facts: what must be equal, by name.
         what: names the graph in errors.
         timeout: seconds to wait for the others; None: the group's own timeout.
+        compiled: the second time for a graph: all ranks have come, and compile.
+        described: the graph as lines, of which the first that differs is told.
     Raises:
         RankMismatchError: on every rank, with what differs; or on those that are here, if a rank does not come.
     """
     if dist.get_backend(group) == "fake":
         return
-    store, rank, size = _get_process_group_store(group), group.rank(), group.size()
-    turn = _rounds[group.group_name]
-    _rounds[group.group_name] += 1
-    keys = [f"spcompile/{turn}/{r}" for r in range(size)]
-    store.set(keys[rank], json.dumps(dict(facts)))
-    wait = timedelta(seconds=timeout) if timeout is not None else _timeout_of(group)
+    store, size = _get_process_group_store(group), group.size()
+    turn = _come(group, {**facts}, passes_over=not compiled)
+    keys = [_key(turn, r) for r in range(size)]
+    wait = timedelta(seconds=timeout) if timeout is not None and not compiled else _timeout_of(group)
     try:
         store.wait(keys, wait)
-    except dist.DistStoreError as error:
-        missing = [r for r, key in enumerate(keys) if not store.check([key])]
-        store.delete_key(keys[rank])  # as if this rank had not come either, so that turns stay alike
-        _rounds[group.group_name] = turn
-        call_for(
-            group,
-            missing,
-            f"rank {rank} of the group waited {wait.total_seconds():g} s for this rank to compile {what}, and gave up "
-            "while this rank ran a graph that it has already. Every rank must make the same calls in the same order",
-        )
-        raise RankMismatchError(
-            "SP301",
-            f"rank {_list(missing)} of the group did not compile {what} within {wait.total_seconds():g} s: it runs a "
-            "graph that it has already, is past Dynamo's recompile limit, failed, or never called the model. "
-            "Every rank must make the same calls in the same order",
-        ) from error
-    everyone = [json.loads(store.get(key)) for key in keys]
-    if turn:  # all have read the round before, since all are here
-        store.delete_key(f"spcompile/{turn - 1}/{rank}")
-    failed = [(r, facts[_FAILED]) for r, facts in enumerate(everyone) if _FAILED in facts]
-    if failed:
-        first, why = failed[0]
+        all_came = True
+    except RuntimeError:
+        all_came = False
+    missing = [] if all_came else [r for r, key in enumerate(keys) if not store.check([key])]
+    verdict = store.compare_set(_key(turn, "verdict"), "", _GIVEN_UP if missing else _AGREED).decode()
+    if verdict == _GIVEN_UP:
+        _give_up(group, missing, what, wait, compiled)
+    told = [json.loads(store.get(key)) for key in keys]
+    alarm = alarm_of(group)
+    if alarm is not None:
+        alarm.number = max(t["number"] for t in told)
+    everyone = [t["facts"] for t in told]
+    if turn:  # all have read the one before, since all are here
+        store.delete_key(_key(turn - 1, group.rank()))
+    refused = [(r, facts[_REFUSED]) for r, facts in enumerate(everyone) if _REFUSED in facts]
+    if refused:
+        count_failure(group)
+        first, why = refused[0]
         raise RankMismatchError("SP303", f"rank {first} of the group cannot run {what}, so no rank does: {why}")
     if any(other != everyone[0] for other in everyone):
+        count_failure(group)
+        details = _first_difference(group, turn, everyone, described) if described is not None else ""
         raise RankMismatchError(
             "SP302",
-            f"the ranks compiled different graphs for {what}:\n{_differences(everyone)}\n"
-            "Call the model with inputs of the same shapes, dtypes and options on every rank, in the same order",
+            f"the ranks compiled different graphs for {what}:\n{_differences(everyone)}\n{details}"
+            "Call the model with inputs of the same shapes and dtypes, in the same modes and with the same options on "
+            "every rank, in the same order",
         )
+
+
+def _come(group: dist.ProcessGroup, facts: dict[str, str], passes_over: bool) -> int:
+    """Say that this rank is here, with its facts. Returns which agreement of the group this is."""
+    store, turn = _get_process_group_store(group), _turns.get(group, 0)
+    while passes_over and store.check([verdict := _key(turn, "verdict")]) and store.get(verdict) == _GIVEN_UP.encode():
+        turn += 1
+    _turns[group] = turn + 1
+    alarm = alarm_of(group)
+    number = alarm.number if alarm is not None else 0
+    store.set(_key(turn, group.rank()), json.dumps({"facts": facts, "number": number}))
+    return turn
+
+
+def _key(turn: int, what: int | str) -> str:
+    return f"spcompile/{turn}/{what}"
+
+
+def _give_up(group: dist.ProcessGroup, missing: Sequence[int], what: str, wait: timedelta, compiled: bool) -> NoReturn:
+    """Raise for ranks that did not come, and free those from the calls they are in."""
+    waited = f"rank {group.rank()} of the group waited {wait.total_seconds():g} s for this rank to compile {what}"
+    count_failure(group, missing, f"{waited}, and gave up while this rank ran a graph that it has already. {_SAME}")
+    if not missing:
+        text = f"another rank of the group gave up waiting for {what} before this one came. {_SAME}"
+    elif compiled:
+        text = f"rank {_list(missing)} of the group did not finish compiling {what} within {wait.total_seconds():g} s"
+    else:
+        text = (
+            f"rank {_list(missing)} of the group did not compile {what} within {wait.total_seconds():g} s: it runs a "
+            "graph that it has already, still compiles, is past Dynamo's recompile limit, has sp=1, failed, or never "
+            f"called the model. {_SAME}"
+        )
+    raise RankMismatchError("SP301", text)
+
+
+_SAME = "Every rank must make the same calls in the same order"
+
+
+def _first_difference(
+    group: dist.ProcessGroup,
+    turn: int,
+    everyone: Sequence[Mapping[str, str]],
+    described: Callable[[], Sequence[str]],
+) -> str:
+    """The first line of the graph that rank 0 and the first rank unlike it do not share; a line of text, or none."""
+    store = _get_process_group_store(group)
+    pair = (0, next(r for r, facts in enumerate(everyone) if facts != everyone[0]))
+    keys = [_key(turn, f"{r} described") for r in pair]
+    if group.rank() in pair:
+        store.set(keys[pair.index(group.rank())], "\n".join(described()))
+    store.wait(keys, _timeout_of(group))
+    a, b = (store.get(key).decode().split("\n") for key in keys)
+    for mine, other in zip_longest(a, b, fillvalue="nothing"):
+        if mine != other:
+            return f"  first in: {mine} on rank {pair[0]}; {other} on rank {pair[1]}\n"
+    return ""
 
 
 @contextlib.contextmanager
-def or_decline(group: dist.ProcessGroup) -> Iterator[None]:
+def or_decline(group: dist.ProcessGroup, *, compiled: bool = False) -> Iterator[None]:
     """Whatever is raised inside is told to the others too, so that none waits for this rank."""
     try:
         yield
     except Exception as error:
         if dist.get_backend(group) != "fake":
-            turn = _rounds[group.group_name]
-            _rounds[group.group_name] += 1
             reason = str(error) if isinstance(error, SPError) else f"{type(error).__name__}: {error}"
-            _get_process_group_store(group).set(f"spcompile/{turn}/{group.rank()}", json.dumps({_FAILED: reason}))
+            _come(group, {_REFUSED: reason}, passes_over=not compiled)
+            count_failure(group)
         raise
 
 
@@ -155,7 +220,8 @@ class SameInputs:
         draws: bool,
         always: bool,
     ) -> None:
-        self.compiled, self.group, self.names, self.draws, self.always = compiled, group, names, draws, always
+        self.compiled, self.names, self.draws, self.always = compiled, names, draws, always
+        self.group = weakref.ref(group)  # what Dynamo keeps must not keep the group
         self.checked = False
 
     def __call__(self, *inputs: Any) -> Any:
@@ -175,13 +241,18 @@ class SameInputs:
             tensors.append(_generator_state(tensors))
         if not tensors:
             return
-        device = "cuda" if "nccl" in dist.get_backend(self.group) else "cpu"
+        group = self.group()
+        if group is None:
+            raise RuntimeError("the process group that this graph was compiled for is gone: call torch._dynamo.reset()")
+        device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
         mine = torch.stack([digest(x).to(device) for x in tensors])
-        everyone = [torch.empty_like(mine) for _ in range(self.group.size())]
-        dist.all_gather(everyone, mine, group=self.group)
+        everyone = [torch.empty_like(mine) for _ in range(group.size())]
+        with running.sockets():
+            dist.all_gather(everyone, mine, group=group)
         differ = [i for i, name in enumerate(names) if any(other[i] != everyone[0][i] for other in everyone)]
         if differ:
-            raise RankMismatchError(*_unequal(names, differ, everyone))
+            weights = [isinstance(x, torch.nn.Parameter) for x in tensors]
+            raise RankMismatchError(*_unequal(names, differ, everyone, weights[differ[0]]))
 
 
 _GENERATOR = "the random generator"
@@ -192,7 +263,7 @@ def _generator_state(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cuda.get_rng_state() if cuda else torch.get_rng_state()
 
 
-def _unequal(names: Sequence[str], differ: Sequence[int], everyone: Sequence[Tensor]) -> tuple[str, str]:
+def _unequal(names: Sequence[str], differ: Sequence[int], everyone: Sequence[Tensor], weight: bool) -> tuple[str, str]:
     """The code and the text of the error."""
     first = differ[0]
     groups: dict[int, list[int]] = {}
@@ -205,7 +276,7 @@ def _unequal(names: Sequence[str], differ: Sequence[int], everyone: Sequence[Ten
             f"the model draws random numbers, and the generators of {ranks} differ: every rank would draw its own. "
             "Call torch.manual_seed with the same seed on every rank before the model, or draw outside and pass it in"
         )
-    if names[first].startswith("model."):
+    if weight or names[first].startswith("model."):
         help = "Load the same checkpoint, or call torch.manual_seed with the same seed, before the model is built"
     else:
         help = (

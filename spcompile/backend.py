@@ -7,7 +7,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -36,6 +36,15 @@ from spcompile.pipeline import distribute
 from spcompile.report import Report, warn_of_regathers
 
 
+@dataclass
+class _State:
+    closed: bool = False
+
+    def require_open(self) -> None:
+        if self.closed:
+            raise ClosedError("SP113", CLOSED)
+
+
 class Backend:
     """A torch.compile backend that computes each attention graph on all ranks of a group together."""
 
@@ -48,24 +57,26 @@ class Backend:
             self._report.recording_limit = config.max_recordings
         self._axes: list[dist.ProcessGroup] = []
         self._replayed: weakref.WeakSet[Replayed] = weakref.WeakSet()
-        self._closed = False
+        self._state = _State()
         weakref.finalize(self, _release, self._replayed)  # CUDA graphs must not outlive what they were made with
 
-    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Compile one Dynamo graph. Called by torch.compile."""
         with through_dynamo():
-            self._require_open()
-            compiled = self._compile(module, example_inputs)
+            if options:
+                raise SPConfigError(
+                    "SP104",
+                    f"torch.compile({', '.join(f'{k}={v!r}' for k, v in options.items())}) is for Inductor alone: say "
+                    "spcompile.backend(options=...), which go to the inner compiler, or cudagraphs=",
+                )
+            self._state.require_open()
+            compiled, state = self._compile(module, example_inputs), self._state
 
-        def until_closed(*inputs: Any) -> Any:
-            self._require_open()
+        def until_closed(*inputs: Any) -> Any:  # without the backend: Dynamo keeps this, and would keep the mesh
+            state.require_open()
             return compiled(*inputs)
 
         return until_closed
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ClosedError("SP113", CLOSED)
 
     def close(self) -> None:
         """Release CUDA graphs and their buffers, and the process groups along the mesh's axes that were made here.
@@ -73,9 +84,9 @@ class Backend:
         To be called on every rank, before ``destroy_process_group``: NCCL waits for graphs that hold its exchanges.
         Models compiled with this backend can then no longer be called. A second call does nothing.
         """
-        if self._closed:
+        if self._state.closed:
             return
-        self._closed = True
+        self._state.closed = True
         _release(self._replayed)
         let_go(self._axes)
         self._axes = []
@@ -106,17 +117,16 @@ class Backend:
         if local is None:
             self._report.add(Report(group.size(), untouched=1))
             return compile_inner(self.config, module, example_inputs)
-        agree(group, self._facts | local.facts, what, config.timeout)
+        facts = self._facts | local.facts
+        agree(group, facts, what, config.timeout, described=local.described)
         if group.rank() == 0:
             warn_of_regathers(local.report)
         new = [axis for axis in make_axes(group, local.meshes) if axis not in self._axes]
         hold(new)
         self._axes += new
-        with or_decline(group):
+        with or_decline(group, compiled=True):
             compiled = local.compiled(partial(self._compiler, local.partition), example_inputs)
-        agree(group, {}, what, config.timeout)
-        alarm = alarm_of(group)
-        compiled = alarm.guard(compiled) if alarm is not None else compiled
+        agree(group, {}, what, compiled=True)
         self._report.add(local.report)
         if config.verify == "first" and local.draws:
             warnings.warn("verify='first': a graph that draws random numbers cannot be compared", stacklevel=2)
@@ -126,6 +136,9 @@ class Backend:
             names = input_names(module)
             read = {i: names[i] for i in local.inputs_read}
             compiled = SameInputs(compiled, group, read, local.draws, always=config.check == "always")
+        alarm = alarm_of(group)
+        if alarm is not None:
+            compiled = alarm.guard(compiled, int(local.digest, 16))
         _warn_before_the_limit()
         return compiled
 
@@ -158,12 +171,18 @@ class Backend:
                 packages[name] = metadata.version(name)
         c = self.config
         options = f"inner={inner}, options={dict(c.options)}, kernel={c.kernel}, check={c.check}, verify={c.verify}"
-        options += f", cudagraphs={c.cudagraphs}, max_recordings={c.max_recordings}"
-        return {"options": options, "versions": str(packages)}
+        options += f", mesh={c.mesh}, cudagraphs={c.cudagraphs}, max_recordings={c.max_recordings}"
+        return {"options": options, "modes": _modes(), "versions": str(packages)}
 
     def report(self) -> Report:
         """What was done to all graphs compiled so far."""
         return self._report
+
+
+def _modes() -> str:
+    """What of torch's state changes what a graph computes, and is not in it."""
+    autocast = [f"{d} {torch.get_autocast_dtype(d)}" for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    return f"autocast={', '.join(autocast) or 'off'}, default dtype={torch.get_default_dtype()}"
 
 
 def _require_values(module: fx.GraphModule, example_inputs: Sequence[Any], group: dist.ProcessGroup) -> None:

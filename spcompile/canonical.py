@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, fx
 
 from spcompile.agreement import digest
+from spcompile.source import source_of
 
 
-def canonical(module: fx.GraphModule) -> str:
+def canonical(module: fx.GraphModule, with_source: bool = False) -> list[str]:
     """A line for each node, with its operands by number; constants by their values."""
     numbers: dict[fx.Node, int] = {}
     lines = []
@@ -23,8 +24,9 @@ def canonical(module: fx.GraphModule) -> str:
         if node.op == "placeholder" and not node.users:
             continue
         numbers[node] = len(numbers)
-        lines.append(f"{node.op} {_target(module, node)} {_arguments(node, numbers)}")
-    return "\n".join(lines)
+        source = f" at {source_of(node)}" if with_source else ""
+        lines.append(f"{_target(module, node) or node.op} {_arguments(node, numbers)}{source}")
+    return lines
 
 
 def reads(module: fx.GraphModule) -> list[bool]:
@@ -41,7 +43,7 @@ def _target(module: fx.GraphModule, node: fx.Node) -> str:
     for name in str(node.target).split("."):
         value = getattr(value, name)
     if isinstance(value, fx.GraphModule):
-        return canonical(value)
+        return "; ".join(canonical(value))
     return f"{list(value.shape)} {value.dtype} {int(digest(value))}" if isinstance(value, Tensor) else repr(value)
 
 

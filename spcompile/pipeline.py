@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,8 +69,16 @@ class Distributed:
     @property
     def facts(self) -> dict[str, str]:
         """What all ranks must agree on, by name."""
-        code = hashlib.sha256(canonical(self.module).encode()).hexdigest()[:16]
-        return {"inputs": self.signature, "rewritten graph": code}
+        return {"inputs": self.signature, "rewritten graph": self.digest}
+
+    @cached_property
+    def digest(self) -> str:
+        """Of what the module computes: 15 hexadecimal digits."""
+        return hashlib.sha256("\n".join(canonical(self.module)).encode()).hexdigest()[:15]
+
+    def described(self) -> list[str]:
+        """What the module computes, a line for each node, with its source."""
+        return canonical(self.module, with_source=True)
 
     @property
     def inputs_read(self) -> list[int]:
