@@ -37,10 +37,9 @@ _SPIN_S, _NAP_S, _LOOK_S = 0.005, 5e-5, 0.1
 
 
 class OutOfStep(RuntimeError):
-    """Ranks met in an exchange from different calls. ``number`` is the other rank's call."""
+    """Ranks met in an exchange from different calls."""
 
     def __init__(self, rank: int, theirs: Sequence[int], mine: Sequence[int]) -> None:
-        self.number = theirs[1]
         same = "the same graph" if theirs[0] == mine[0] else "another graph"
         super().__init__(
             f"rank {rank} of the group is in another call: number {theirs[1]}, of {same}, where this rank is in number "

@@ -37,7 +37,7 @@ class Alarm:
     """Of one group.
 
     ``number`` counts; ``inside`` says that this rank is in the call of that number. ``called_off`` is the last call
-    that others will not join, ``reason`` why, and ``ended`` is set when this rank was freed from it.
+    that another rank has left or will not join, ``reason`` why, and ``ended`` is set when this rank was freed from it.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -77,7 +77,8 @@ class Alarm:
             if self.stopped or group is None:
                 return
             told = json.loads(message)
-            self.called_off, self.reason = told["number"], told["reason"]
+            if told["number"] > self.called_off:
+                self.called_off, self.reason = told["number"], told["reason"]
             self.end(group)
             with contextlib.suppress(dist.DistError, RuntimeError):
                 store.set(_key(self.rank, "heard"), "")
@@ -86,7 +87,7 @@ class Alarm:
     def end(self, group: dist.ProcessGroup) -> None:
         """End the call that was called off, if this rank is in it: when it comes to wait for others."""
         parts = (group, *wire.sub_groups(group))
-        while self.inside and self.number == self.called_off and not self.stopped:
+        while self.inside and self.number <= self.called_off and not self.stopped:
             self.ended = self.reason
             if any(hostmem.interrupt(part) for part in parts):
                 return
@@ -105,7 +106,7 @@ class Alarm:
         def call(*inputs: Any) -> Any:
             self.number += 1
             self.ended = ""
-            if self.number == self.called_off:
+            if self.number <= self.called_off:
                 raise RankMismatchError("SP307", self.reason)
             self.inside = True
             try:
@@ -129,22 +130,22 @@ class Alarm:
             hostmem.settle(part)
         if self.ended and isinstance(error, RuntimeError):
             raise RankMismatchError("SP307", self.ended) from error
+        if isinstance(error, RankMismatchError):
+            return  # on all alike
+        why = f"rank {self.rank} of the group raised in the middle of this call: {type(error).__name__}: {error}"
+        self.call_for([r for r in range(self.size) if r != self.rank], why, wait=isinstance(error, Exception))
         if isinstance(error, hostmem.OutOfStep):
-            self.number = max(self.number, error.number)
             raise RankMismatchError("SP307", f"{error}. {_SAME_CALLS}") from error
-        if isinstance(error, Exception) and not isinstance(error, RankMismatchError):
-            why = f"rank {self.rank} of the group raised in the middle of this call: {type(error).__name__}: {error}"
-            self.call_for([r for r in range(self.size) if r != self.rank], why)
 
-    def call_for(self, ranks: Sequence[int], reason: str) -> None:
-        """Free these ranks from the call of this rank's number, and wait until they have left it."""
+    def call_for(self, ranks: Sequence[int], reason: str, wait: bool = True) -> None:
+        """Free these ranks from all calls up to this rank's number, and wait until they have left them."""
         message = json.dumps({"number": self.number, "reason": reason})
         with contextlib.suppress(dist.DistError, RuntimeError):  # no store, nobody to tell
             ranks = [r for r in ranks if self.store.check([_key(r, "on")])]
             heard = [_key(r, "heard") for r in ranks]
             for rank in ranks:
                 self.store.set(_key(rank), message)
-            if heard:
+            if heard and wait:
                 self.store.wait(heard, timedelta(seconds=HEARD_S))
             for key in heard:
                 self.store.delete_key(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,7 @@ class Config:
 
 CHECKS = ("first", "always", "off")
 VERIFIES = ("off", "first")
+_LONGEST_S = 1e8
 CUDAGRAPHS = ("off", "piecewise", "full")
 
 
@@ -84,8 +86,15 @@ def make_config(
     for name, value, allowed in choices:
         if value not in allowed:
             raise SPConfigError("SP104", f"{name}={value!r}: choose one of {', '.join(map(repr, allowed))}")
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0):
-        raise SPConfigError("SP104", f"timeout={timeout!r}: want seconds, more than 0")
+    if not isinstance(strict, bool):
+        raise SPConfigError("SP104", f"strict={strict!r}: want True or False")
+    if dump is not None and not isinstance(dump, (str, os.PathLike)):
+        raise SPConfigError("SP104", f"dump={dump!r}: want a folder")
+    if not isinstance(options or {}, Mapping):
+        raise SPConfigError("SP104", f"options={options!r}: want a mapping, which goes to the inner compiler")
+    seconds = isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and 0 < timeout <= _LONGEST_S
+    if timeout is not None and not seconds:
+        raise SPConfigError("SP104", f"timeout={timeout!r}: want seconds, more than 0 and at most 1e8")
     if isinstance(max_recordings, bool) or not isinstance(max_recordings, int) or max_recordings < 1:
         raise SPConfigError(
             "SP104", f"max_recordings={max_recordings!r}: want how often graphs may be recorded, 1 or more"

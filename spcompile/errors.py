@@ -69,6 +69,13 @@ class SPError(Exception):
         super().__init__(code, text)
         self.code, self.text = code, text
 
+    def __reduce__(self) -> tuple[Any, ...]:  # as what it is, not as what `through_dynamo` makes of it
+        public = next(kind for kind in type(self).__mro__ if globals().get(kind.__name__) is kind)
+        return public, (self.code, self.text)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.code!r}, {self.text!r})"
+
     def __str__(self) -> str:  # from the attributes: Dynamo appends advice for its own errors to args[0]
         return f"[{self.code}] {self.text}"
 

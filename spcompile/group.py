@@ -49,6 +49,8 @@ def _find(mesh: DeviceMesh | dist.ProcessGroup | None, degree: int | None, devic
         return Ranks(mesh), "the process group passed as mesh="
     if isinstance(mesh, DeviceMesh):
         return _of_device_mesh(mesh)
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER:
+        raise SPConfigError("SP107", "mesh= is a group that this rank is not in: call the model on its ranks only")
     if mesh is not None:
         raise SPConfigError("SP107", f"mesh={mesh!r}: want a DeviceMesh or a ProcessGroup")
     if not dist.is_initialized():

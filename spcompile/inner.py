@@ -35,12 +35,16 @@ def fingerprint() -> str:
 
 def _compile(config: Config, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     if config.inner == "inductor":
+        from torch._inductor import list_options
         from torch._inductor.compile_fx import compile_fx  # late: it is large, and other inners need none of it
 
         options = dict(config.options)
         if options.get("triton.cudagraphs"):
             given = options.get("custom_should_partition_ops", [])
             options["custom_should_partition_ops"] = [*given, *_not_capturable(module)]
+        unknown = [name for name in config.options if name.replace("-", "_") not in list_options()]
+        if unknown:
+            raise SPConfigError("SP104", f"options: Inductor has none of the name {', '.join(unknown)}")
         compiled: Any = compile_fx(module, inputs, config_patches=options or None)
         return compiled
     compiler = config.inner if callable(config.inner) else _lookup(config.inner)

@@ -165,13 +165,14 @@ def _require_inference(captured: Captured, sites: Sequence[Site], example_inputs
     where = place(sites[0].node)
     if captured.refusals:
         raise UnsupportedGraphError("SP202", f"the graph around {where}: {'; '.join(captured.refusals)}")
-    fixed = [i for i, x in enumerate(example_inputs) if getattr(x, "_dynamo_dynamic_indices", None)]
+    marks = ("_dynamo_dynamic_indices", "_dynamo_unbacked_indices")
+    fixed = [i for i, x in enumerate(example_inputs) if any(getattr(x, mark, None) for mark in marks)]
     if fixed:
         raise UnsupportedGraphError(
             "SP203",
-            f"the graph around {where}: mark_dynamic was called on an input of shape "
+            f"the graph around {where}: mark_dynamic or mark_unbacked was called on an input of shape "
             f"{list(example_inputs[fixed[0]].shape)}, and every resolution is "
-            "compiled on its own; leave mark_dynamic out, or use torch._dynamo.maybe_mark_dynamic",
+            "compiled on its own; leave it out, or use torch._dynamo.maybe_mark_dynamic",
         )
     trains = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)
     if trains:

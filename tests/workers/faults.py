@@ -367,6 +367,57 @@ def one_compiles_while_the_other_runs_ring() -> dict[str, Any]:
 
 
 @case
+def autocast_on_one() -> dict[str, Any]:
+    with torch.autocast("cpu", torch.bfloat16, enabled=dist.get_rank() == 1):
+        found = attempt(lambda: compiled(seeded(), timeout=60)(noise(0)))
+    return found | {"goes_on": goes_on()}
+
+
+@case
+def known_graphs_in_different_orders() -> dict[str, Any]:
+    """Both have compiled both; then the same again in one order."""
+    model, rank = seeded(), dist.get_rank()
+    call = compiled(model, kv_gather=2)
+    for length in (7, 9):
+        call(noise(0, length))
+    found = [attempt(lambda n=n: call(noise(0, n))) for n in ((7, 9) if rank else (9, 7))]
+    right = bool(torch.allclose(call(noise(1, 9)), model(noise(1, 9)), atol=1e-5))
+    return {"attempts": found, "right": right, "goes_on": goes_on()}
+
+
+@torch.library.custom_op("spcompile_faults::may_raise", mutates_args=())
+def may_raise(x: torch.Tensor) -> torch.Tensor:
+    if RAISES:
+        raise ValueError("out of something, once")
+    return x.clone()
+
+
+@may_raise.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+RAISES: list[bool] = []
+
+
+@case
+def one_raises_between_exchanges_and_goes_on() -> dict[str, Any]:
+    """Later calls must not meet the exchanges of that call."""
+    first, second = seeded(1), seeded(2)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return second(may_raise(first(x)))
+
+    call = compiled(model, kv_gather=2, timeout=60)
+    call(noise(0))
+    RAISES[:] = [True] * dist.get_rank()
+    found = attempt(lambda: call(noise(1)))
+    RAISES.clear()
+    right = [bool(torch.allclose(call(noise(i)), model(noise(i)), atol=1e-5)) for i in range(2, 6)]
+    return found | {"right": right, "goes_on": goes_on()}
+
+
+@case
 def one_is_past_its_limit() -> dict[str, Any]:
     """It runs unsharded, and right; the other is told."""
     model = seeded()
