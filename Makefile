@@ -1,5 +1,5 @@
-# Two commands on a fresh machine with Python 3.11 and gcc: `make demo` and `make test`.
-# Versions are pinned in constraints.txt, torch above all: left to itself, pip takes a CUDA build of several GB.
+# Two commands on a fresh Linux machine with Python 3.11 and g++: `make demo` and `make test`.
+# Versions are pinned in constraints.txt. PyPI's torch brings several GB of CUDA: PIP_INDEX_URL can name CPU builds.
 
 PYTHON ?= python3
 VENV := .venv

@@ -32,7 +32,7 @@ from spcompile.errors import (
 from spcompile.group import hold, let_go, make_axes, resolve
 from spcompile.inner import compile_inner, fingerprint
 from spcompile.pieces import Partition
-from spcompile.pipeline import distribute
+from spcompile.pipeline import distribute, warn_of_unrecognised
 from spcompile.report import Report, warn_of_regathers
 
 
@@ -116,6 +116,7 @@ class Backend:
             )  # fmt: skip
         if local is None:
             self._report.add(Report(group.size(), untouched=1))
+            warn_of_unrecognised(module, config.strict)
             return compile_inner(self.config, module, example_inputs)
         facts = self._facts | local.facts
         agree(group, facts, what, config.timeout, described=local.described)

@@ -115,7 +115,7 @@ class RecompileLimitWarning(UserWarning):
 
 
 class UnshardedWarning(UserWarning):
-    """A refusal that Dynamo was told to suppress: the code runs as it is, in full on this rank."""
+    """Code that runs as it is, in full on every rank: unrecognised attention, or a refusal that Dynamo suppresses."""
 
 
 class RecordingLimitWarning(UserWarning):

@@ -8,6 +8,7 @@ any other; what ranks compute is the same formula on their own tensors.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -171,12 +172,33 @@ def canonicalise_handwritten(captured: Captured) -> int:
             captured.graph.erase_node(node)  # left behind by tracing: it would count as another user
     for node in list(captured.graph.nodes):
         if node.target in _SOFTMAX:
+            _without_largest(node)
             found = _match(node)
             if found is not None:
                 with tracing(None), captured.fake_mode:
                     _replace(captured.graph, node, found)
                 count += 1
     return count
+
+
+def _without_largest(softmax: fx.Node) -> None:
+    """softmax(s - max(s)) is softmax(s), which subtracts it itself; in less than 32 bits the rounding would differ."""
+    difference: Any = softmax.args[0]
+    value = tensor_of(difference)
+    if difference.target is not aten.sub.Tensor or difference.kwargs or value is None or value.dtype.itemsize < 4:
+        return
+    scores, largest = difference.args
+    while isinstance(largest, fx.Node) and largest.target in _COPIES:
+        largest = largest.args[0]
+    if isinstance(largest, fx.Node) and largest.target is operator.getitem and largest.args[1] == 0:
+        largest = largest.args[0]
+    if not isinstance(largest, fx.Node) or largest.target not in (aten.amax.default, aten.max.dim):
+        return
+    operand, dims, keeps, *_ = (*largest.args, False, False)
+    last = {-1, value.dim() - 1}
+    if operand is scores and keeps is True and (dims in last or (isinstance(dims, list) and {*dims} <= last)):
+        softmax.update_arg(0, scores)
+        softmax.graph.eliminate_dead_code(lambda n: n.is_impure() or "_assert_" in str(n.target))
 
 
 def _match(softmax: fx.Node) -> _Found | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ from spcompile.canonical import canonical, reads
 from spcompile.capture import Captured, Subclasses, capture, retarget
 from spcompile.config import Config, Mesh
 from spcompile.dump import dump, dump_pieces, layouts, readable, trace
-from spcompile.errors import UnsupportedGraphError
+from spcompile.errors import UnshardedWarning, UnsupportedGraphError
 from spcompile.exchanges import Policy
 from spcompile.handwritten import canonicalise_handwritten
 from spcompile.infer import Inference, infer, is_random
@@ -26,7 +27,7 @@ from spcompile.pieces import Partition, partition, texts
 from spcompile.recognise import canonicalise
 from spcompile.report import Report
 from spcompile.rewrite import KEPT_META, Rewritten, rewrite
-from spcompile.sites import Site, find_sites, names_attention
+from spcompile.sites import Site, find_sites, may_be_attention, names_attention, weighs_values
 from spcompile.source import place
 from spcompile.switching import switch_sites
 from spcompile.verify import require_distributed, require_strict, verify
@@ -152,6 +153,24 @@ def distribute(
     module = _for_inner(captured, dynamo, rewritten)
     draws = any(map(is_random, captured.graph.nodes))
     return Distributed(module, rewritten.report, _signature(captured.graph), captured.subclasses, draws, pieces)
+
+
+def warn_of_unrecognised(dynamo: fx.GraphModule, strict: bool) -> None:
+    """For a graph in which no attention was found: does it call something that may be part of one?
+
+    Such a graph runs in full on every rank: right, and without the speed asked for.
+    """
+    found = [n for n in dynamo.graph.nodes if may_be_attention(n) and weighs_values(n)]
+    if not found:
+        return
+    text = (
+        f"{place(found[0])}: `{found[0].name}` may be part of attention, which is not recognised in this graph, so "
+        "that all of it runs in full on every rank. Use scaled_dot_product_attention, or register_attention for an op "
+        "of your own"
+    )
+    if strict:
+        raise UnsupportedGraphError("SP211", f"strict=True, and {text}")
+    warnings.warn(text, UnshardedWarning, stacklevel=2)
 
 
 def _signature(graph: fx.Graph) -> str:

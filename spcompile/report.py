@@ -133,13 +133,13 @@ class Report:
 
     @property
     def collectives(self) -> int:
-        """Collectives per step, over all graphs."""
+        """Collectives of one call of every graph."""
         needed = sum(a.collectives for a in self.attention) + sum(r.collectives for r in self.reductions)
         return needed + len(self.regathers) + self.unshards
 
     @property
     def bytes_per_rank(self) -> int:
-        """Bytes that one rank sends per step, over all graphs."""
+        """Bytes that one rank sends in one call of every graph."""
         entries: list[Any] = [*self.attention, *self.reductions, *self.regathers]
         return sum(e.bytes_per_rank for e in entries) + self.unshard_bytes
 
@@ -167,7 +167,8 @@ class Report:
     def _summary(self) -> str:
         return (
             f"spcompile: {_count(self.graphs, 'graph')} over {_count(self.degree or 1, 'rank')}, "
-            f"{_count(len(self.attention), 'attention site')}, {_count(self.collectives, 'collective')} per step "
+            f"{_count(len(self.attention), 'attention site')}, {_count(self.collectives, 'collective')} "
+            f"{'per step' if self.graphs < 2 else 'if each graph runs once'} "
             f"({_bytes(self.bytes_per_rank)} sent per rank): {_count(self.shards, 'shard')} (free), "
             f"{_count(self.unshards, 'unshard')}, {_count(len(self.reductions), 'reduction')}, "
             f"{_count(len(self.regathers), 'regather')}"

@@ -91,13 +91,27 @@ def has_attention(module: fx.GraphModule) -> bool:
 def names_attention(dynamo: fx.GraphModule) -> bool:
     """Does Dynamo's graph call anything by the name of attention, or a softmax, which may be part of one?"""
     graphs = [m.graph for m in dynamo.modules() if isinstance(m, fx.GraphModule)]
-    return any(_names_attention(n) for g in graphs for n in g.nodes)
+    return any(may_be_attention(n) for g in graphs for n in g.nodes)
 
 
-def _names_attention(node: fx.Node) -> bool:
+def may_be_attention(node: fx.Node) -> bool:
+    """Is the call attention by its name, or a softmax?"""
     name = str(node.target)
     called = any(word in name for word in ("attention", "softmax", "transformer_encoder_layer"))
     return called or adapter_of(node) is not None
+
+
+def weighs_values(node: fx.Node) -> bool:
+    """Does a call that is named like attention give weights for a product, if it is but a softmax?"""
+    if "softmax" not in str(node.target):
+        return True
+    near, seen = [node], {node}
+    for _ in range(8):
+        near = [user for n in near for user in n.users if user not in seen]
+        seen |= {*near}
+        if any(word in str(n.target) for n in near for word in ("matmul", "bmm", "einsum")):
+            return True
+    return False
 
 
 def bodies(node: fx.Node) -> list[fx.GraphModule]:

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_exact, exchanges, regathered
+from helpers import assert_exact, exchanges, regathered, tokens
 from test_styles import (
     CASES,
     CONTEXT,
@@ -30,6 +30,9 @@ from test_styles import (
     randn,
 )
 from torch import nn
+
+import spcompile
+from spcompile.testing import simulate
 
 SCALE = D**-0.5
 FINFO_MIN = torch.finfo(torch.float32).min
@@ -575,3 +578,35 @@ def test_weights_returned():
             return weights @ self.single.v(x), weights
 
     assert_exact(drawn(Model()), randn(B, 13, C), sp=2, tolerance=TOLERANCE)
+
+
+LARGEST = {
+    "amax": lambda a: a.amax(-1, keepdim=True),
+    "max": lambda a: a.max(dim=-1, keepdim=True).values,
+    "detached": lambda a: a.max(-1, keepdim=True)[0].detach(),
+}
+
+
+@pytest.mark.parametrize("largest", LARGEST.values(), ids=LARGEST.keys())
+def test_scores_less_their_largest_are_scores(largest):
+    def model(x, w):
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in (x @ w, x, x * 2))
+        scores = q @ k.mT / 3
+        return ((scores - largest(scores)).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    report = assert_exact(model, tokens(7), torch.randn(24, 24), tolerance=1e-6)
+    assert exchanges(report) == ["ulysses"]
+
+
+def test_attention_that_is_not_recognised_warns_and_strict_refuses():
+    """Less the largest of a column: no softmax of the scores."""
+
+    def model(x, w):
+        scores = (x @ w) @ x.mT
+        return (scores - scores.amax(-2, keepdim=True)).softmax(-1) @ x
+
+    inputs = (tokens(7), torch.randn(24, 24))
+    with pytest.warns(spcompile.UnshardedWarning, match="may be part of attention, which is not recognised"):
+        assert_exact(model, *inputs, tolerance=1e-6)
+    with pytest.raises(spcompile.UnsupportedGraphError, match=r"SP211.*test_handwritten.*may be part of attention"):
+        simulate(model, inputs, sp=2, strict=True)

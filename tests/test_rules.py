@@ -79,6 +79,11 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], set[int]]] = {
     "imag": (aten.imag.default, (Z,), {0, 1, 2}),
     "complex": (aten.complex.default, (X, X), {0, 1, 2}),
     "polar": (aten.polar.default, (X.abs(), X), {0, 1, 2}),
+    "and": (aten.__and__.Tensor, (X > 0, X < 1), {0, 1, 2}),
+    "or": (aten.__or__.Tensor, (X > 0, X < 1), {0, 1, 2}),
+    "xor": (aten.__xor__.Tensor, (X > 0, X < 1), {0, 1, 2}),
+    "lshift": (aten.__lshift__.Scalar, (X.long(), 1), {0, 1, 2}),
+    "rshift": (aten.__rshift__.Scalar, (X.long(), 1), {0, 1, 2}),
     "rsub": (aten.rsub.Scalar, (X, 1), {0, 1, 2}),
     "float_power": (aten.float_power.Tensor_Scalar, (X.abs(), 0.5), {0, 1, 2}),
     # dims change places

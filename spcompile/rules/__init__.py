@@ -53,6 +53,7 @@ RULES: dict[OpOverload, Rule] = {
     **_same(POINTWISE, aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like),
     **_same(POINTWISE, aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.fill, aten._conj, aten.conj),
     **_same(POINTWISE, aten.resolve_conj, aten.real, aten.imag, aten.complex, aten.polar, aten.rsub, aten.float_power),
+    **_same(POINTWISE, aten.__and__, aten.__or__, aten.__xor__, aten.__lshift__, aten.__rshift__),
     # dims change places
     **_same(Carry(names.permuted(lambda c: c.arguments["dims"])), aten.permute),
     **_same(

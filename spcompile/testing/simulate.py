@@ -25,7 +25,7 @@ from spcompile.cudagraphs import Recording, allocate, load
 from spcompile.errors import SPConfigError, through_dynamo
 from spcompile.infer import is_random
 from spcompile.pieces import Partition
-from spcompile.pipeline import distribute
+from spcompile.pipeline import distribute, warn_of_unrecognised
 from spcompile.report import Report, warn_of_regathers
 from spcompile.testing.recording import OnCPU
 
@@ -180,6 +180,9 @@ class _Backend:
                 )  # fmt: skip
         if local is None:
             self.report.add(Report(self.degree, untouched=1))
+            if self.degree > 1:
+                with through_dynamo():
+                    warn_of_unrecognised(module, self.config.strict)
             return module.forward
         self.report.add(local.report)
         warn_of_regathers(local.report)
