@@ -198,7 +198,7 @@ class Meanwhile(nn.Module):
 
 
 def test_what_is_computed_while_keys_travel_is_a_piece():
-    found = cut(Meanwhile(), sp=2)
+    found = cut(Meanwhile(), kv_gather=2)
     assert_sound(found)
     assert kinds(found) == "PgPgPg"
     assert targets(found.parts[1]) == [START]

@@ -338,7 +338,7 @@ def opcheck_into() -> dict[str, Any]:
 
 @case
 def full_on_gloo() -> dict[str, Any]:
-    fast, _, _ = recording(SelfAttention().eval().requires_grad_(False), sp=2, cudagraphs="full")
+    fast, _, _ = recording(SelfAttention().eval().requires_grad_(False), kv_gather=2, cudagraphs="full")
     try:
         fast(noise(0, 2, 9, C))
     except spcompile.SPError as error:
