@@ -9,7 +9,7 @@ with the very code that real ranks execute.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -207,6 +207,8 @@ def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int])
         return received
     if isinstance(request, AllReduce):
         total = request.send.clone(memory_format=torch.contiguous_format)
+        if memory := _shared_memory([total], peers):
+            return _summed(total, memory)
         with running.sockets():
             dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=peers)
         return total
@@ -224,12 +226,16 @@ def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int])
         if peers.size() == 1:
             request.received = request.send.clone()
             return None
+        request.send = request.send.contiguous()
         request.received = torch.empty_like(request.send)
         send, received = request.send, request.received
+        rank, size = dist.get_rank(peers), peers.size()
+        if memory := _shared_memory([send], peers):
+            request.works = [_Taking(memory.put([send]), {(rank - request.step) % size: [received]})]
+            return None
         if _sends_host_memory_only(peers, send):
             send, received = send.cpu(), torch.empty_like(send, device="cpu")
             request.on_host = received
-        rank, size = dist.get_rank(peers), peers.size()
         transfers = [
             dist.P2POp(dist.isend, _bytes(send), group=peers, group_peer=(rank + request.step) % size),
             dist.P2POp(dist.irecv, _bytes(received), group=peers, group_peer=(rank - request.step) % size),
@@ -246,16 +252,27 @@ def _shared_memory(send: Sequence[Tensor], group: dist.ProcessGroup) -> hostmem.
 
 @dataclass(frozen=True)
 class _Taking:
-    """Receiving from shared memory, like `dist.Work`."""
+    """Receiving from shared memory, like `dist.Work`. ``into``: for whose pieces, where they go."""
 
     message: hostmem.Message
-    into: Sequence[Sequence[Tensor]]
+    into: Mapping[int, Sequence[Tensor]]
 
     def wait(self) -> None:
-        for r in self.message.memory.others:
-            for piece, sent in zip(self.into[r], self.message.arrived(r), strict=True):
+        for r, pieces in self.into.items():
+            for piece, sent in zip(pieces, self.message.arrived(r), strict=True):
                 _bytes(piece).copy_(sent)
         self.message.done()
+
+
+def _summed(mine: Tensor, memory: hostmem.HostMemory) -> Tensor:
+    """The sum over all ranks, by rank: the same bits on each."""
+    message = memory.put([mine])
+    total = torch.zeros_like(mine)
+    for r in range(len(memory.pids)):
+        (sent,) = message.arrived(r)
+        total += sent.view(mine.dtype).view(mine.shape)
+    message.done()
+    return total
 
 
 def _collect(
@@ -267,7 +284,7 @@ def _collect(
         message = memory.put(send)
         for mine, piece in zip(into[rank], send, strict=True):
             mine.copy_(piece)
-        return [_Taking(message, into)]
+        return [_Taking(message, {r: into[r] for r in memory.others})]
     transfers = []
     for piece in map(_bytes, send):
         transfers += [dist.P2POp(dist.isend, piece, group=group, group_peer=r) for r in range(len(into)) if r != rank]

@@ -28,8 +28,9 @@ def module_of(node: fx.Node) -> str:
 def source_of(node: fx.Node) -> str:
     """``file:line`` in the model: the innermost frame in the file of the innermost module's class."""
     frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "")]
-    if not frames:
-        return "unknown source"
+    if not frames:  # called by torch alone, as when the model is one of its own modules
+        owners = [o for _, o in (node.meta.get("nn_module_stack") or {}).values() if isinstance(o, type)]
+        return f"in torch's {owners[-1].__name__}" if owners else "unknown source"
     outside_torch = [f for f in frames if not f[0].startswith(_TORCH)] or frames
     for _, owner in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
         file = _file_of(owner)

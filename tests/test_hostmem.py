@@ -41,7 +41,7 @@ def test_what_arrives_is_what_was_sent(found):
 
 
 def test_every_exchange_went_through_it(found):
-    assert found["messages"] == 2 * 24
+    assert found["messages"] == 4 * 24
 
 
 def test_several_on_their_way_and_large_ones_go_through_gloo(found):
