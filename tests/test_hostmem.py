@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
 def found(request, tmp_path_factory) -> dict[str, Any]:
     """What rank 0 saw."""
     folder = tmp_path_factory.mktemp("hostmem")
