@@ -9,7 +9,7 @@ from graphs.program import Code, Program, script
 from graphs.shrink import shrink
 from graphs.sweep import Tally, describe, sweep
 
-CHUNK, DEFAULT = 100, 36
+CHUNK, DEFAULT = 100, 20
 LONG = 50 * CHUNK
 
 
