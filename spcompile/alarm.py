@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from spcompile.errors import RankMismatchError
+from spcompile.errors import RankMismatchError, VerificationError
 from spcompile.ops import hostmem, running, wire
 
 HEARD_S = 3.0
@@ -128,10 +128,10 @@ class Alarm:
             return
         for part in (group, *wire.sub_groups(group)):
             hostmem.settle(part)
+        if isinstance(error, (RankMismatchError, VerificationError)):
+            return  # on all alike, or after the last exchange
         if self.ended and isinstance(error, RuntimeError):
             raise RankMismatchError("SP307", self.ended) from error
-        if isinstance(error, RankMismatchError):
-            return  # on all alike
         why = f"rank {self.rank} of the group raised in the middle of this call: {type(error).__name__}: {error}"
         self.call_for([r for r in range(self.size) if r != self.rank], why, wait=isinstance(error, Exception))
         if isinstance(error, hostmem.OutOfStep):
