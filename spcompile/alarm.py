@@ -47,7 +47,7 @@ class Alarm:
         self.called_off, self.reason, self.ended = 0, "", ""
         self.stopped = False
         store: Any = _get_process_group_store(group)
-        self.store = store.clone()  # a connection waits for one thing at a time: one to wait, one for the rest
+        self.store: Any = store.clone()  # a connection waits for one thing at a time: one to wait, one for the rest
         self.thread = Thread(target=self.watch, args=(store.clone(),), daemon=True, name="spcompile alarm")
         self.store.set(_key(self.rank, "on"), "")
         self.thread.start()
@@ -60,6 +60,7 @@ class Alarm:
             with contextlib.suppress(dist.DistError, RuntimeError):  # no store, no wait
                 self.store.set(_key(self.rank), "")
             self.thread.join(1.0)
+        self.store = None  # what Dynamo keeps of this must not keep a connection
 
     # the thread
 
