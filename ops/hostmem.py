@@ -36,6 +36,10 @@ _SIZE = _HEADER + 2 * (_LINE + SLOT)
 _SPIN_S, _NAP_S, _LOOK_S = 0.005, 5e-5, 0.1
 
 
+class Interrupted(RuntimeError):
+    """Another thread ended the exchange."""
+
+
 class OutOfStep(RuntimeError):
     """Ranks met in an exchange from different calls."""
 
@@ -74,14 +78,13 @@ class HostMemory:
 
     def put(self, pieces: Sequence[Tensor]) -> Message:
         """Send ``pieces`` (contiguous, of as many bytes in all on every rank) to all others."""
-        self.number += 1
+        message = Message(self, self.number + 1, [p.numel() * p.element_size() for p in pieces])
         for r in self.others:
-            self.wait(r, self.taken[r], self.number - 2)
-        message = Message(self, self.number, [p.numel() * p.element_size() for p in pieces])
+            self.wait(r, self.taken[r], message.number - 2)
         message.header(self.rank)[:] = message.identity
         for piece, slot in zip(pieces, message.pieces(self.rank), strict=True):
-            slot.copy_(_bytes(piece))
-        self.sent[self.rank][0] = self.number
+            slot.copy_(as_bytes(piece))
+        self.number = self.sent[self.rank][0] = message.number
         return message
 
     def wait(self, rank: int, counter: Any, number: int) -> None:
@@ -119,9 +122,7 @@ class HostMemory:
 
     def _look(self, rank: int, waited: float) -> None:
         if self.interrupted == self.waiting:
-            self.number -= 1
-            self.sent[self.rank][0] = self.number
-            raise RuntimeError("an exchange that not all ranks had begun was ended")
+            raise Interrupted("an exchange that not all ranks had begun was ended")
         status = Path(f"/proc/{self.pids[rank]}/stat")
         if not status.exists() or status.read_text().rpartition(")")[2].split()[0] in "ZX":
             raise RuntimeError(
@@ -151,7 +152,11 @@ class Message:
 
     def arrived(self, rank: int) -> list[Tensor]:
         """A rank's pieces, when they are there, to be read before `done`. Raises `OutOfStep` if they are others."""
-        self.memory.wait(rank, self.memory.sent[rank], self.number)
+        try:
+            self.memory.wait(rank, self.memory.sent[rank], self.number)
+        except Interrupted:
+            self.memory.number = self.memory.sent[self.memory.rank][0] = self.number - 1
+            raise
         theirs = [int(x) for x in self.header(rank)]
         if theirs != self.identity:
             raise OutOfStep(rank, theirs, self.identity)
@@ -171,7 +176,8 @@ def _padded(size: int) -> int:
     return -(-size // _LINE) * _LINE
 
 
-def _bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor: collectives do not take every dtype, and bytes are bytes."""
     return x.view(-1).view(torch.uint8)
 
 
@@ -206,7 +212,8 @@ def _make(group: dist.ProcessGroup) -> HostMemory | None:
     dist.all_gather_object(counts, len(maps), group=group)
     if mine >= 0:
         os.close(mine)
-    return HostMemory(group, pids, maps) if min(counts) == group.size() else None
+    with torch.inference_mode(False):  # steps in and out of inference mode write there
+        return HostMemory(group, pids, maps) if min(counts) == group.size() else None
 
 
 def _mapped(path: str) -> mmap.mmap:

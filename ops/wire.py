@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from spcompile.ops import hostmem, running
 from spcompile.ops import mesh as meshes
+from spcompile.ops.hostmem import as_bytes
 
 
 @dataclass(frozen=True)
@@ -199,11 +200,11 @@ def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int])
         if memory := _shared_memory(list(send), peers):
             message = memory.put(list(send))
             for r, slot in enumerate(received):
-                _bytes(slot).copy_(message.arrived(r)[memory.rank])
+                as_bytes(slot).copy_(message.arrived(r)[memory.rank])
             message.done()
             return received
         with running.sockets():
-            dist.all_to_all_single(_bytes(received), _bytes(send), group=peers)
+            dist.all_to_all_single(as_bytes(received), as_bytes(send), group=peers)
         return received
     if isinstance(request, AllReduce):
         total = request.send.clone(memory_format=torch.contiguous_format)
@@ -218,7 +219,7 @@ def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int])
         if request.send.is_cpu:  # by sends: gloo's own gather goes through buffers of its own, and takes twice the time
             request.works = _collect([request.send], [[slot] for slot in request.received], peers)
         else:
-            work = dist.all_gather_into_tensor(_bytes(request.received), _bytes(request.send), peers, async_op=True)
+            work = dist.all_gather_into_tensor(as_bytes(request.received), as_bytes(request.send), peers, async_op=True)
             request.works = [work] if work is not None else []
     elif isinstance(request, Collect):
         request.works = _collect(request.send, request.into, peers)
@@ -237,8 +238,8 @@ def _collective(request: Request, group: dist.ProcessGroup, mesh: Sequence[int])
             send, received = send.cpu(), torch.empty_like(send, device="cpu")
             request.on_host = received
         transfers = [
-            dist.P2POp(dist.isend, _bytes(send), group=peers, group_peer=(rank + request.step) % size),
-            dist.P2POp(dist.irecv, _bytes(received), group=peers, group_peer=(rank - request.step) % size),
+            dist.P2POp(dist.isend, as_bytes(send), group=peers, group_peer=(rank + request.step) % size),
+            dist.P2POp(dist.irecv, as_bytes(received), group=peers, group_peer=(rank - request.step) % size),
         ]
         request.works = dist.batch_isend_irecv(transfers)
     return None
@@ -260,7 +261,7 @@ class _Taking:
     def wait(self) -> None:
         for r, pieces in self.into.items():
             for piece, sent in zip(pieces, self.message.arrived(r), strict=True):
-                _bytes(piece).copy_(sent)
+                as_bytes(piece).copy_(sent)
         self.message.done()
 
 
@@ -286,10 +287,10 @@ def _collect(
             mine.copy_(piece)
         return [_Taking(message, {r: into[r] for r in memory.others})]
     transfers = []
-    for piece in map(_bytes, send):
+    for piece in map(as_bytes, send):
         transfers += [dist.P2POp(dist.isend, piece, group=group, group_peer=r) for r in range(len(into)) if r != rank]
     for r, pieces in enumerate(into):
-        transfers += [dist.P2POp(dist.irecv, _bytes(p), group=group, group_peer=r) for p in pieces if r != rank]
+        transfers += [dist.P2POp(dist.irecv, as_bytes(p), group=group, group_peer=r) for p in pieces if r != rank]
     works = dist.batch_isend_irecv(transfers) if transfers else []
     for mine, piece in zip(into[rank], send, strict=True):
         mine.copy_(piece)
@@ -299,11 +300,6 @@ def _collect(
 def _sends_host_memory_only(group: dist.ProcessGroup, x: Tensor) -> bool:
     """Gloo's collectives take CUDA tensors; its sends take an address and read it on the host."""
     return not x.is_cpu and group._get_backend(x.device).name() == "gloo"
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """Collectives do not take every dtype, and bytes are bytes."""
-    return x.view(-1).view(torch.uint8)
 
 
 def bytes_sent(program: Program, mesh: Sequence[int]) -> tuple[int, int]:

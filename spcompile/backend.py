@@ -109,11 +109,12 @@ class Backend:
             return self._alone(module, example_inputs)
         what = f"graph {self._report.graphs}"
         with or_decline(group):
-            _require_values(module, example_inputs, group)
             local = distribute(
                 module, example_inputs, config, group.size(), group.group_name, self._report.graphs,
                 graphs_on=self.engine.device,
             )  # fmt: skip
+            if local is not None:
+                _require_values(module, example_inputs, group, local.sends_from)
         if local is None:
             self._report.add(Report(group.size(), untouched=1))
             warn_of_unrecognised(module, config.strict)
@@ -186,11 +187,13 @@ def _modes() -> str:
     return f"autocast={', '.join(autocast) or 'off'}, default dtype={torch.get_default_dtype()}"
 
 
-def _require_values(module: fx.GraphModule, example_inputs: Sequence[Any], group: dist.ProcessGroup) -> None:
-    """Refuse inputs without values, or on a device that the group cannot send from."""
+def _require_values(
+    module: fx.GraphModule, example_inputs: Sequence[Any], group: dist.ProcessGroup, sends_from: set[str]
+) -> None:
+    """Refuse inputs without values, and exchanges on a device that the group cannot send from."""
     kinds = {device.type for device in group._device_types}
     for name, x in zip(input_names(module), example_inputs, strict=True):
-        if not isinstance(x, Tensor) or (x.device.type == "cpu" and x.dim() == 0):
+        if not isinstance(x, Tensor):
             continue
         if x.is_meta:
             raise UnsupportedGraphError(
@@ -198,7 +201,7 @@ def _require_values(module: fx.GraphModule, example_inputs: Sequence[Any], group
                 f"`{name}` is on the meta device, where tensors have no values. Load it before the first call; "
                 "spcompile.testing.plan takes such models",
             )
-        if x.device.type not in kinds:
+        if x.device.type in sends_from - kinds:
             raise SPConfigError(
                 "SP111",
                 f"`{name}` is on {x.device.type}, and the process group ({dist.get_backend(group)}) sends between "

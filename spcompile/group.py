@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -103,13 +103,14 @@ def make_axes(group: dist.ProcessGroup, meshes: set[Mesh]) -> list[dist.ProcessG
     return list(dict.fromkeys(g for g in made if g is not group))
 
 
-_users: Counter[dist.ProcessGroup] = Counter()
+_users: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """How many backends hold a sub-group: two on one group share those along its axes."""
 
 
 def hold(groups: Sequence[dist.ProcessGroup]) -> None:
     """Keep sub-groups until they are let go as often."""
-    _users.update(groups)
+    for group in groups:
+        _users[group] = _users.get(group, 0) + 1
 
 
 def let_go(groups: Sequence[dist.ProcessGroup]) -> None:

@@ -42,7 +42,8 @@ class Distributed:
     """The local graph as a module for the inner compiler, what was done, and the inputs it was made for.
 
     ``subclasses`` says how Dynamo's inputs become the module's. ``draws``: the graph draws random numbers.
-    ``partition`` cuts it for CUDA graphs, if they were asked for.
+    ``sends_from``: kinds of devices of what ranks exchange. ``partition`` cuts it for CUDA graphs, if they were asked
+    for.
     """
 
     module: fx.GraphModule
@@ -50,6 +51,7 @@ class Distributed:
     signature: str
     subclasses: Subclasses
     draws: bool
+    sends_from: set[str]
     partition: Partition | None = None
 
     def compiled(
@@ -64,8 +66,7 @@ class Distributed:
     @property
     def meshes(self) -> set[Mesh]:
         """The meshes that exchanges of this graph go through."""
-        nodes = [n for n in self.module.graph.nodes if n.target in ops.PROGRAMS]
-        return {tuple(n.args[-2]) for n in nodes}
+        return {tuple(n.args[-2]) for n in _exchanges(self.module.graph)}
 
     @property
     def facts(self) -> dict[str, str]:
@@ -150,9 +151,15 @@ def distribute(
         trace("pieces", lambda: "\n".join(texts(pieces)))
         if config.dump:
             dump_pieces(config.dump, index, "\n".join(texts(pieces)), rewritten.report)
-    module = _for_inner(captured, dynamo, rewritten)
     draws = any(map(is_random, captured.graph.nodes))
-    return Distributed(module, rewritten.report, _signature(captured.graph), captured.subclasses, draws, pieces)
+    sends_from = {x.meta["val"].device.type for n in _exchanges(rewritten.graph) for x in n.all_input_nodes}
+    module, signature = _for_inner(captured, dynamo, rewritten), _signature(captured.graph)
+    return Distributed(module, rewritten.report, signature, captured.subclasses, draws, sends_from, pieces)
+
+
+def _exchanges(graph: fx.Graph) -> list[Any]:
+    """Nodes of ops that know of ranks."""
+    return [n for n in graph.nodes if n.target in ops.PROGRAMS]
 
 
 def warn_of_unrecognised(dynamo: fx.GraphModule, strict: bool) -> None:
