@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from spcompile import ops
 from spcompile.canonical import canonical, reads
@@ -106,6 +107,8 @@ def distribute(
     """
     if not names_attention(dynamo):
         return None
+    if any(isinstance(x, torch.SymInt) and free_unbacked_symbols(x) for x in example_inputs):
+        raise UnsupportedGraphError("SP203", f"an input was marked by mark_dynamic or mark_unbacked, {_STATIC}")
     try:
         captured = capture(dynamo, example_inputs)
     except UnsupportedGraphError:
@@ -186,19 +189,20 @@ def _signature(graph: fx.Graph) -> str:
     return ", ".join(f"{list(v.shape)} {v.dtype} {v.device.type}" for v in values if isinstance(v, Tensor))
 
 
+_STATIC = "and every resolution is compiled on its own; leave it out, or use torch._dynamo.maybe_mark_dynamic"
+
+
 def _require_inference(captured: Captured, sites: Sequence[Site], example_inputs: Sequence[Any]) -> None:
     """Refuse what the stages below do not cover."""
     where = place(sites[0].node)
     if captured.refusals:
         raise UnsupportedGraphError("SP202", f"the graph around {where}: {'; '.join(captured.refusals)}")
-    marks = ("_dynamo_dynamic_indices", "_dynamo_unbacked_indices")
-    fixed = [i for i, x in enumerate(example_inputs) if any(getattr(x, mark, None) for mark in marks)]
+    fixed = [i for i, x in enumerate(example_inputs) if getattr(x, "_dynamo_dynamic_indices", None)]
     if fixed:
         raise UnsupportedGraphError(
             "SP203",
-            f"the graph around {where}: mark_dynamic or mark_unbacked was called on an input of shape "
-            f"{list(example_inputs[fixed[0]].shape)}, and every resolution is "
-            "compiled on its own; leave it out, or use torch._dynamo.maybe_mark_dynamic",
+            f"the graph around {where}: mark_dynamic was called on an input of shape "
+            f"{list(example_inputs[fixed[0]].shape)}, {_STATIC}",
         )
     trains = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)
     if trains:

@@ -167,6 +167,17 @@ def test_the_report_as_text_names_exchanges_regathers_and_totals():
         assert part in text
 
 
+def test_collectives_are_of_a_step_or_of_one_call_of_each_graph(fake_group):
+    fake_group(2)
+    backend = spcompile.backend(ulysses=2, inner="eager")
+    compiled = torch.compile(SelfAttention(), backend=backend)
+    with torch.no_grad():
+        compiled(tokens(6))
+        assert "3 collectives per step" in str(backend.report())
+        compiled(tokens(8))
+    assert "6 collectives if each graph runs once" in str(backend.report())
+
+
 def test_an_empty_report_is_a_line():
     assert str(spcompile.backend(sp=2).report()).startswith("spcompile: 0 graphs over 2 ranks")
 

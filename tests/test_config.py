@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
+from helpers import SelfAttention, tokens
 
 import spcompile
 from spcompile.testing import simulate
@@ -29,6 +33,10 @@ from spcompile.testing import simulate
         ({"min_tokens": 1.5}, "min_tokens=1.5"),
         ({"min_tokens": True}, "min_tokens=True"),
         ({"inner": 3}, "inner=3: want the name of a torch.compile backend, or a callable"),
+        ({"strict": "no"}, "strict='no': want True or False"),
+        ({"dump": 3}, "dump=3: want a folder"),
+        ({"options": 3}, "options=3: want a mapping"),
+        *(({"timeout": t}, f"timeout={t}: want seconds") for t in (math.inf, math.nan, 1e12)),
     ],
     ids=str,
 )
@@ -101,3 +109,17 @@ def test_options_about_ranks_are_checked(options):
 def test_options_of_cuda_graphs_that_cannot_be_right_are_refused(options, text):
     with pytest.raises(spcompile.SPConfigError, match=text):
         spcompile.backend(**options)
+
+
+def test_options_that_inductor_does_not_have_are_refused(fake_group):
+    fake_group(2)
+    backend = spcompile.backend(sp=2, options={"max_autotun": True})
+    with torch.no_grad(), pytest.raises(spcompile.SPConfigError, match="Inductor has none of the name max_autotun"):
+        torch.compile(SelfAttention(), backend=backend)(tokens(6))
+
+
+@pytest.mark.parametrize("given", [{"mode": "max-autotune"}, {"options": {"max_autotune": True}}])
+def test_what_torch_compile_takes_for_inductor_alone_is_refused(given):
+    compiled = torch.compile(SelfAttention(), backend=spcompile.backend(sp=2), **given)
+    with torch.no_grad(), pytest.raises(spcompile.SPConfigError, match=r"say spcompile\.backend"):
+        compiled(tokens(6))

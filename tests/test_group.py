@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.two_tensor import TwoTensor
 
 import spcompile
+from spcompile import ops
 from spcompile.agreement import SameInputs, digest
-from spcompile.group import resolve
+from spcompile.group import hold, let_go, make_axes, resolve
 
 
 def compiled(**options):
@@ -179,3 +182,33 @@ def test_subclasses_and_conjugates_are_compared_too(world_of_one):
 def test_a_graph_that_reads_no_input_has_nothing_to_compare(world_of_one):
     call = SameInputs(lambda *xs: xs, dist.group.WORLD, {}, draws=False, always=True)
     assert call(3) == (3,)
+
+
+def test_a_group_that_this_rank_is_not_in(fake_group):
+    fake_group(4)
+    assert_refused("a group that this rank is not in", dist.new_group([1, 2]), sp=2)
+
+
+def test_a_graph_for_another_number_of_ranks_is_not_run(world_of_one):
+    with pytest.raises(RuntimeError, match="compiled for 2 ranks, and its process group has 1 now"):
+        ops.unshard(torch.zeros(1, 3), 1, [1, 1, 6], [1, 2, 1], world_of_one)
+
+
+def test_sub_groups_are_not_kept_once_all_have_let_go(fake_group):
+    group = fake_group(4)
+    (axis,) = make_axes(group, {(1, 2, 2)})[:1]
+    hold([axis]), hold([axis])
+    let_go([axis])
+    assert axis in dist.distributed_c10d._world.pg_map
+    let_go([axis])
+    assert axis not in dist.distributed_c10d._world.pg_map
+
+
+def test_a_sub_group_that_nobody_has_is_not_held_for_its_holders(fake_group):
+    group = fake_group(4)
+    hold(make_axes(group, {(1, 2, 2)}))
+    made = [weakref.ref(g) for g in make_axes(group, {(1, 2, 2)})]
+    del group
+    dist.destroy_process_group()
+    gc.collect()
+    assert [g() for g in made] == [None, None]

@@ -247,6 +247,15 @@ def test_a_device_that_the_group_cannot_send_from_is_refused():
     assert "is on cpu, and the process group (cuda:fake) sends between cuda devices" in str(info.value)
 
 
+def test_a_graph_without_attention_may_lie_anywhere():
+    dist.init_process_group("cuda:fake", store=dist.HashStore(), rank=0, world_size=2)
+    try:
+        assert torch.equal(compiled(lambda x: x * 2)(torch.ones(3)), torch.full((3,), 2.0))
+        assert compiled(lambda x: x * 2)(torch.empty(3, device="meta")).is_meta
+    finally:
+        dist.destroy_process_group()
+
+
 # modes
 
 

@@ -50,9 +50,19 @@ def test_several_on_their_way_and_large_ones_go_through_gloo(found):
     assert found["more messages"] == 1
 
 
-def test_a_rank_that_may_not_share_makes_all_use_gloo(found):
-    assert not found["shared if one may not"]
-    assert found["exact without"]
+@pytest.mark.parametrize("call", ["open", "memfd_create"])
+def test_a_rank_that_may_not_share_makes_all_use_gloo(found, call):
+    assert not found[f"shared without {call}"]
+    assert found[f"exact without {call}"]
+
+
+def test_steps_go_in_and_out_of_inference_mode(found):
+    assert found["in inference mode"]
+    assert found["made in inference mode"]
+
+
+def test_messages_without_entries(found):
+    assert found["nothing"]
 
 
 def test_an_exchange_that_others_have_not_begun_can_be_ended(found):

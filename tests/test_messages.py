@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 
 import pytest
@@ -228,3 +229,26 @@ def test_a_regather_warns_once_per_graph():
     assert text.endswith("strict=True refuses them.")
     with pytest.raises(spcompile.UnsupportedGraphError, match=r"strict=True, and the graph needs"):
         simulate(model, inputs, sp=2, strict=True)
+
+
+def test_an_error_that_left_torch_compile_can_be_sent_and_printed():
+    with pytest.raises(spcompile.UnsupportedGraphError) as info:
+        simulate(SelfAttention(dropout_p=0.5), (tokens(S),), ulysses=2)
+    again = pickle.loads(pickle.dumps(info.value))
+    assert type(again) is spcompile.UnsupportedGraphError
+    assert (again.code, again.text, str(again)) == ("SP208", info.value.text, str(info.value))
+    assert repr(info.value) == f"UnsupportedGraphError('SP208', {info.value.text!r})"
+    assert "TORCHDYNAMO_VERBOSE" not in str(info.value) + repr(info.value)
+
+
+def test_the_place_of_a_site_in_torchs_own_module_is_that_module():
+    layer = nn.TransformerEncoderLayer(C, 4, dropout=0.5, batch_first=True).train()
+    with pytest.raises(spcompile.UnsupportedGraphError, match=r"self_attn \(in torch's MultiheadAttention\)"):
+        simulate(layer, (tokens(S),), sp=2)
+
+
+def test_an_input_marked_as_unbacked():
+    x = tokens(S)
+    torch._dynamo.decorators.mark_unbacked(x, 0)
+    with pytest.raises(spcompile.UnsupportedGraphError, match=r"\[SP203\].*mark_unbacked"):
+        simulate(SelfAttention(), (x,), sp=2)

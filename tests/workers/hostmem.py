@@ -24,11 +24,11 @@ from torch import Tensor
 from spcompile.ops import hostmem, wire
 
 
-def exchanged(rank: int, size: int, number: int, dtype: torch.dtype = torch.float32) -> bool:
+def exchanged(rank: int, size: int, number: int, dtype: torch.dtype = torch.float32, width: int = 1000) -> bool:
     """One of each exchange; is what arrived what the others sent?"""
 
     def sent(r: int) -> Tensor:
-        return torch.arange(size * 1000).view(size, 1000).to(dtype) + r + 7 * number
+        return torch.arange(size * width).view(size, width).to(dtype) + r + 7 * number
 
     def program() -> Any:
         gather = wire.AllGather(sent(rank))
@@ -74,14 +74,14 @@ def raised(call: Any) -> str:
 
 @contextlib.contextmanager
 def group(
-    rank: int, size: int, folder: Path, timeout_s: float = 60, may_open: bool = True
+    rank: int, size: int, folder: Path, timeout_s: float = 60, refused: str = ""
 ) -> Iterator[hostmem.HostMemory | None]:
     store = folder / f"store{len(list(folder.glob(f'{rank}.began*')))}"
     (folder / f"{rank}.began{store.name}").touch()
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
     )
-    with contextlib.nullcontext() if may_open else mock.patch("os.open", side_effect=PermissionError):
+    with mock.patch(f"os.{refused}", side_effect=PermissionError) if refused else contextlib.nullcontext():
         memory = hostmem.of(dist.group.WORLD)
     yield memory
     dist.destroy_process_group()
@@ -97,13 +97,21 @@ def main(rank: int, size: int, folder: Path) -> None:
             exchanged(rank, size, 1, t) for t in (torch.float64, torch.int64, torch.complex64, torch.int8)
         ]
         found["messages"] = memory.number
+        with torch.inference_mode():
+            found["in inference mode"] = exchanged(rank, size, 2)
+        found["nothing"] = exchanged(rank, size, 2, width=0)
+        before = memory.number
         found["several"] = several_on_their_way(rank, size)
         with mock.patch.object(hostmem, "SLOT", 100):
             found["too large"] = exchanged(rank, size, 3)
-        found["more messages"] = memory.number - found["messages"]
-    with group(rank, size, folder, may_open=rank != 0) as memory:
-        found["shared if one may not"] = memory is not None
-        found["exact without"] = exchanged(rank, size, 4)
+        found["more messages"] = memory.number - before
+    for refused in ("open", "memfd_create"):
+        with group(rank, size, folder, refused="" if rank else refused) as memory:
+            found[f"shared without {refused}"] = memory is not None
+            found[f"exact without {refused}"] = exchanged(rank, size, 4)
+    # the segments are made inside, and written outside of it
+    with torch.inference_mode(), group(rank, size, folder) as memory, torch.inference_mode(False):
+        found["made in inference mode"] = exchanged(rank, size, 4)
     with group(rank, size, folder) as memory:
         if rank == 0:
             Timer(1.0, memory.interrupt).start()
