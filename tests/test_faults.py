@@ -28,7 +28,7 @@ LAUNCHES = (
         "histories_that_differ", "automatic_dynamic_shapes", "out_of_memory_in_the_inner_compile_of_one",
         "out_of_memory_in_the_inner_compile_of_all", "the_inner_backend_of_one_raises", "dynamo_fails_on_one",
         "refusals_suppressed", "one_is_past_its_limit", "autocast_on_one", "known_graphs_in_different_orders",
-        "one_raises_between_exchanges_and_goes_on",
+        "one_raises_between_exchanges_and_goes_on", "in_and_out_of_inference_mode", "groups_that_come_and_go",
         "one_compiles_while_the_other_runs", "one_compiles_while_the_other_runs_ulysses",
         "one_compiles_while_the_other_runs_sockets", "one_compiles_while_the_other_runs_ring",
         "the_inner_backend_of_one_raises_at_run_time",
@@ -105,6 +105,17 @@ def test_options_that_differ_are_named():
 
 IN_MEMORY = (sys.platform, platform.machine()) == ("linux", "x86_64")
 """Ranks of one host exchange through memory, where exchanges say whose they are."""
+
+
+def test_steps_in_and_out_of_inference_mode_on_one_group():
+    for result in measured("in_and_out_of_inference_mode"):
+        assert result["right"] == [True] * 27
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts files under /proc")
+def test_nothing_of_a_group_outlives_it():
+    for result in measured("groups_that_come_and_go"):
+        assert result["counts"][-1] == result["counts"][1], result["counts"]
 
 
 def test_autocast_on_one_rank_is_told():

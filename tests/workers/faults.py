@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -364,6 +366,42 @@ def one_compiles_while_the_other_runs_sockets() -> dict[str, Any]:
 @case
 def one_compiles_while_the_other_runs_ring() -> dict[str, Any]:
     return _one_compiles_while_the_other_runs(ring=2)
+
+
+@case
+def in_and_out_of_inference_mode() -> dict[str, Any]:
+    """The first exchange of a group in it, later ones not, and none at all to send."""
+    right = []
+    for degrees in ({"kv_gather": 2}, {"ulysses": 2}, {"ring": 2}):
+        model = seeded()
+        call = compiled(model, mesh=dist.new_group([0, 1]), timeout=60, **degrees)
+        for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+            for x in (noise(1), noise(1, 1), noise(1)[:0]):
+                with mode():
+                    right.append(bool(torch.allclose(call(x), model(x), atol=1e-5)))
+    return {"right": right}
+
+
+@case
+def groups_that_come_and_go() -> dict[str, Any]:
+    """Threads, files and memory of a group go with it."""
+
+    def held() -> list[int]:
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text().count("memfd:spcompile")
+        return [threading.active_count(), len(os.listdir("/proc/self/fd")), maps]
+
+    counts = []
+    for _ in range(6):
+        group = dist.new_group([0, 1])
+        right = torch.allclose(compiled(seeded(), mesh=group, timeout=60)(noise(1)), seeded()(noise(1)), atol=1e-5)
+        assert right
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group
+        torch._dynamo.reset()
+        counts.append(held())
+    return {"counts": counts}
 
 
 @case
