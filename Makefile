@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/installed
+PYTEST := $(VENV)/bin/pytest --numprocesses=2
 
 export OMP_NUM_THREADS ?= 1
 
@@ -12,12 +13,13 @@ export OMP_NUM_THREADS ?= 1
 demo: $(INSTALLED)
 	$(VENV)/bin/python examples/demo.py
 
+# A file's tests share processes that they start, so they stay together.
 test: $(INSTALLED)
-	$(VENV)/bin/pytest --timeout=600
+	$(PYTEST) --dist=loadfile --no-loadscope-reorder --timeout=600
 
 # Exit code 5 is pytest's for "no tests collected", which is no failure here.
 long: $(INSTALLED)
-	$(VENV)/bin/pytest -m long --timeout=1800 || [ $$? -eq 5 ]
+	$(PYTEST) -m long --timeout=1800 || [ $$? -eq 5 ]
 
 # mypy reads the package as it is installed, with ops/ as spcompile.ops.
 lint: $(INSTALLED)

@@ -154,17 +154,17 @@ def _(x: Tensor, dim: int, layout: Sequence[int], mesh: Sequence[int], group: st
 
 
 def halo_program(
-    rank: int, x: Tensor, dim: int, layout: Sequence[int], before: int, after: int, mesh: Sequence[int]
+    rank: int, x: Tensor, dim: int, layout: Sequence[int], before: int, after: int, wraps: bool, mesh: Sequence[int]
 ) -> wire.Program:
     """This rank's part of `halo`: one send to each neighbour."""
-    degree = _check_halo(x, dim, layout, before, after, mesh)
+    degree = _check_halo(x, dim, layout, before, after, wraps, mesh)
     held = x.clone(memory_format=torch.contiguous_format)
     for padding in chunks.padding(held, dim, layout, rank, degree):
         padding.zero_()
-    size = held.shape[dim]
+    end = held.shape[dim] if not wraps else _rows_held(layout, rank, degree)
     shifts = [
         wire.Shift(held.narrow(dim, start, count).contiguous(), None, step)
-        for count, start, step in ((before, size - before, 1), (after, 0, -1))
+        for count, start, step in ((before, end - before, 1), (after, 0, -1))
         if count
     ]
     for shift in shifts:
@@ -172,25 +172,35 @@ def halo_program(
     edges = []
     for shift in shifts:
         received = yield wire.Wait(shift)
-        outside = rank == (0 if shift.step == 1 else degree - 1)
+        outside = not wraps and rank == (0 if shift.step == 1 else degree - 1)
         edges.append(torch.zeros_like(received) if outside else received)
-    rows = [*(edges[:1] if before else []), held, *(edges[-1:] if after else [])]
-    return torch.cat(rows, dim) if len(rows) > 1 else held
+    tokens, rest = held.split([end, held.shape[dim] - end], dim)
+    return torch.cat([*(edges[:1] if before else []), tokens, *(edges[-1:] if after else []), rest], dim)
 
 
-def _check_halo(x: Tensor, dim: int, layout: Sequence[int], before: int, after: int, mesh: Sequence[int]) -> int:
+def _rows_held(layout: Sequence[int], rank: int, degree: int) -> int:
+    """Rows of a rank's chunk of the one segment that are no padding."""
+    return chunks.first_token(layout[2], degree, 1, rank)[1] * layout[1]
+
+
+def _check_halo(
+    x: Tensor, dim: int, layout: Sequence[int], before: int, after: int, wraps: bool, mesh: Sequence[int]
+) -> int:
     degree = meshes.degree(mesh)
     chunks.check(layout, degree, x.shape[dim], span=1)
     if len(layout) != 3 or layout[0] != 1 or layout[2] < 0:
         raise ValueError(f"layout {list(layout)}: want chunks of neighbours one after the other, [1, inner, tokens]")
     if not 0 <= max(before, after) <= x.shape[dim] or min(before, after) < 0:
         raise ValueError(f"{before} rows before and {after} after of chunks of {x.shape[dim]}")
+    last = _rows_held(layout, degree - 1, degree)
+    if wraps and last < max(before, after):
+        raise ValueError(f"{max(before, after)} rows around a circle whose last rank has {last}")
     return degree
 
 
 @torch.library.custom_op("spcompile::halo", mutates_args=())
 def halo(
-    x: Tensor, dim: int, layout: Sequence[int], before: int, after: int, mesh: Sequence[int], group: str
+    x: Tensor, dim: int, layout: Sequence[int], before: int, after: int, wraps: bool, mesh: Sequence[int], group: str
 ) -> Tensor:
     """A chunk with the neighbours' nearest rows around it. One send to each neighbour.
 
@@ -198,20 +208,24 @@ def halo(
         x: [..., n, ...], a chunk of a dim that is cut into one run of neighbouring chunks.
         dim, layout: which dim is cut and how; ``[1, inner, tokens]``.
         before, after: rows of the previous and of the next rank, at most n.
+        wraps: the first rank comes after the last, and its rows right after the last rank's last token.
         mesh: ``[ring, kv_gather, ulysses]``.
         group: process group name.
     Returns:
-        [..., before + n + after, ...], contiguous. Zero in place of padding and beyond both ends.
+        [..., before + n + after, ...], contiguous. Zero in place of padding and, unless it wraps, beyond both ends.
     Raises:
-        ValueError: the layout does not describe ``x`` or has several segments, or more rows than a chunk has.
+        ValueError: the layout does not describe ``x`` or has several segments, or more rows than a chunk has, or than
+            the last chunk has tokens where it wraps.
     """
-    program = halo_program(wire.rank_in(group), x, dim, layout, before, after, mesh)
+    program = halo_program(wire.rank_in(group), x, dim, layout, before, after, wraps, mesh)
     return wire.over_group(program, group, mesh)
 
 
 @halo.register_fake
-def _(x: Tensor, dim: int, layout: Sequence[int], before: int, after: int, mesh: Sequence[int], group: str) -> Tensor:
-    _check_halo(x, dim, layout, before, after, mesh)
+def _(
+    x: Tensor, dim: int, layout: Sequence[int], before: int, after: int, wraps: bool, mesh: Sequence[int], group: str
+) -> Tensor:
+    _check_halo(x, dim, layout, before, after, wraps, mesh)
     return chunks.resized(x, (dim, x.shape[dim] + before + after))
 
 

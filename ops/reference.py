@@ -169,13 +169,17 @@ def cumsum(xs: Sequence[Tensor], dim: int, layout: Sequence[int], mesh: Sequence
     return shard(_wide(total).cumsum(dim).to(total.dtype), dim, layout, mesh)
 
 
-def halo(xs: Sequence[Tensor], dim: int, layout: Sequence[int], before: int, after: int) -> list[Tensor]:
-    """Every rank's chunk with the rows around it, of the whole dim with zeros before, behind and for padding."""
+def halo(
+    xs: Sequence[Tensor], dim: int, layout: Sequence[int], before: int, after: int, wraps: bool = False
+) -> list[Tensor]:
+    """Every rank's chunk with the rows around it, of the whole dim: around that zeros, or its other end."""
     size = xs[0].shape[dim]
     rows = whole(xs, dim, layout).movedim(dim, 0)
-    rows = torch.cat([rows, rows.new_zeros(len(xs) * size - len(rows), *rows.shape[1:])])
-    zeros = [rows.new_zeros(n, *rows.shape[1:]) for n in (before, after)]
-    rows = torch.cat([zeros[0], rows, zeros[1]])
+    zeros = rows.new_zeros(len(xs) * size - len(rows), *rows.shape[1:])
+    if wraps:
+        rows = torch.cat([rows[len(rows) - before :], rows, rows[:after], zeros])
+    else:
+        rows = torch.cat([rows.new_zeros(before, *rows.shape[1:]), rows, zeros, rows.new_zeros(after, *rows.shape[1:])])
     cut = [rows[r * size : r * size + before + size + after] for r in range(len(xs))]
     return [c.movedim(0, dim).contiguous() for c in cut]
 

@@ -18,6 +18,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
+from torch._decomp import get_decompositions
 from torch._functorch._aot_autograd.functional_utils import (
     from_fun,
     has_data_mutation,
@@ -52,6 +53,9 @@ UNTRACEABLE = {
     "while_loop": "while_loop",
 }
 """Name of an op in Dynamo's graph -> what the model called, that this capture cannot take."""
+
+DECOMPOSED: Any = get_decompositions([aten.pixel_shuffle, aten.pixel_unshuffle])
+"""Ops that are taken apart into views and permutations, as torch itself does."""
 
 BOOKKEEPING = {aten._assert_tensor_metadata.default}
 """Notes of the tracer to itself."""
@@ -229,7 +233,8 @@ def capture(dynamo: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     with tracing(None), fake_mode, fx_traceback.preserve_node_meta(), _functorch_as_found():
         originals = fakes()
         eager_outputs = run(*originals)
-        traced = make_fx(functional, pre_dispatch=True, tracing_mode="real", record_module_stack=False)(*fakes())
+        tracer = make_fx(functional, DECOMPOSED, "real", pre_dispatch=True, record_module_stack=False)
+        traced = tracer(*fakes())
 
     _restore_placeholders(traced, subclasses.of_each(dynamo.graph.find_nodes(op="placeholder")), attributes, originals)
     _end_with_copies(traced, len(eager_outputs), mutated)

@@ -63,9 +63,16 @@ class Inference:
     moves: dict[fx.Node, dict[Sharded, fx.Node]] = field(default_factory=dict)
 
 
-def infer(graph: fx.Graph, sites: Sequence[Site], policy: Policy) -> Inference:
-    """Layouts and plans for every node. Raises `UnsupportedGraphError` where the result could not be exact."""
+def infer(
+    graph: fx.Graph, sites: Sequence[Site], policy: Policy, first: tuple[Site, Sharded] | None = None
+) -> Inference:
+    """Layouts and plans for every node. Raises `UnsupportedGraphError` where the result could not be exact.
+
+    ``first``: a site whose query is to be cut so, before any other is looked at.
+    """
     search = _Search(graph, {s.node: s for s in sites}, policy)
+    if first is not None:
+        search.want(first[0].q, first[1])
     found = search.settle()
     for site in sorted(sites, key=lambda s: -s.cost):
         q = found.layouts[site.q]
@@ -85,7 +92,7 @@ class _Search:
         self.balanced = False
         self.wants: dict[fx.Node, Sharded] = {}
         self.cuts: dict[object, set[int]] = {}
-        self.computed = _depends_on_compute(graph)
+        self.computed = depends_on_compute(graph)
 
     def new_root(self, key: object, tokens: int) -> tuple[Segment, ...]:
         borders = sorted({0, tokens, *self.cuts.get(key, ())})
@@ -162,7 +169,8 @@ class _Forward:
             layout = self.layout(node)
             want = self.search.wants.get(node)
             if want is not None and layout == REPLICATED:
-                layout = replace(want, segments=self.search.new_root(node, want.tokens))
+                want = want.absorb_inner(self.search.policy.degree)
+                layout = replace(want, segments=self.search.new_root(node, want.tokens)).spread_outer()
                 self.found.whole.add(node)
             self.found.layouts[node] = layout
         return self.found
@@ -256,7 +264,7 @@ def _whole(call: Call) -> Plan:
 _getitem = operator.getitem
 
 
-def _depends_on_compute(graph: fx.Graph) -> set[fx.Node]:
+def depends_on_compute(graph: fx.Graph) -> set[fx.Node]:
     """Values computed from a floating-point model input (not a parameter), or by an op worth sharding."""
     found: set[fx.Node] = set()
     for node in graph.nodes:

@@ -21,8 +21,9 @@ from spcompile.config import Config, Mesh
 from spcompile.dump import dump, dump_pieces, layouts, readable, trace
 from spcompile.errors import UnshardedWarning, UnsupportedGraphError
 from spcompile.exchanges import Policy
+from spcompile.factors import infer_cheapest
 from spcompile.handwritten import canonicalise_handwritten
-from spcompile.infer import Inference, infer, is_random
+from spcompile.infer import Inference, is_random
 from spcompile.overlap import overlap
 from spcompile.pieces import Partition, partition, texts
 from spcompile.recognise import canonicalise
@@ -30,7 +31,6 @@ from spcompile.report import Report
 from spcompile.rewrite import KEPT_META, Rewritten, rewrite
 from spcompile.sites import Site, find_sites, may_be_attention, names_attention, weighs_values
 from spcompile.source import place
-from spcompile.switching import switch_sites
 from spcompile.verify import require_distributed, require_strict, verify
 
 log = logging.getLogger("spcompile")
@@ -128,9 +128,8 @@ def distribute(
         return None
     _require_inference(captured, sites, example_inputs)
     policy = Policy(degree, config.mesh, config.kernel, config.min_tokens, may_draw=config.check != "off")
-    found = infer(captured.graph, sites, policy)
+    found, switched = infer_cheapest(captured.graph, sites, policy)
     log.info("infer: %d calls on chunks, %d on gathered values", len(found.plans), len(found.regathered))
-    switched = switch_sites(captured.graph, sites, found, policy)
     log.info("switch: %d sites move the cut to the batch and back", switched)
     _require_exact(sites, found)
     rewritten = rewrite(captured, sites, found, degree=degree, group=group)

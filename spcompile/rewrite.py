@@ -264,8 +264,8 @@ class _Emitter:
     def cumsum(self, value: fx.Node, lay: Sharded) -> fx.Node:
         return self.moved(1, ops.cumsum._opoverload, value, lay.dim, lay.spec(), self.mesh)[0]
 
-    def halo(self, value: fx.Node, lay: Sharded, rows: int) -> fx.Node:
-        return self.moved(1, ops.halo._opoverload, value, lay.dim, lay.spec(), rows, rows, self.mesh)[0]
+    def halo(self, value: fx.Node, lay: Sharded, before: int, after: int, wraps: bool = False) -> fx.Node:
+        return self.moved(1, ops.halo._opoverload, value, lay.dim, lay.spec(), before, after, wraps, self.mesh)[0]
 
     def pick(self, value: fx.Node, index: fx.Node, lay: Sharded) -> fx.Node:
         return self.moved(1, ops.pick._opoverload, value, index, lay.dim, lay.spec(), self.mesh)[0]

@@ -147,7 +147,7 @@ class _Planner:
         degree = self.policy.degree
         wasted = 1 - away.extent / (away.local_extent(degree) * degree)
         attention = 2 * self.site.cost * (1 + self.site.shape("v")[-1] / self.site.shape("q")[-1])
-        projections = sum(2 * _multiply_adds(n) for n in region if is_compute(n))
+        projections = sum(2 * multiply_adds(n) for n in region if is_compute(n))
         return Cost(sent, len(there) + 1, wasted, (attention + projections) / degree)
 
     def sent(self, node: fx.Node, home: Sharded, away: Sharded) -> int:
@@ -199,7 +199,7 @@ def _as_they_lie(have: Sequence[Layout], plan: Plan) -> bool:
     return all(h in (REPLICATED, need) for h, need in zip(have, plan.operands, strict=False))
 
 
-def _multiply_adds(node: fx.Node) -> int:
+def multiply_adds(node: fx.Node) -> int:
     """Of a product with a matrix."""
     first = node.all_input_nodes[0].meta["val"]
     return node.meta["val"].numel() * first.shape[-1]

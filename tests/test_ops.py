@@ -279,10 +279,12 @@ def cumsum_example(layout=(1, 1, 5, 2), mesh=(1, 1, 2), dtype=torch.float32, mem
     return Example(ops.cumsum, args, reference.cumsum(xs, 2, layout, mesh), tolerance=1e-4)
 
 
-def halo_example(layout=(1, 1, 9), mesh=(1, 1, 2), around=(1, 1), dtype=torch.float32, memory=_plain) -> Example:
+def halo_example(
+    layout=(1, 1, 9), mesh=(1, 1, 2), around=(1, 1), wraps=False, dtype=torch.float32, memory=_plain
+) -> Example:
     xs = _chunks(layout, mesh, dtype=dtype, memory=memory)
-    args = [(x, 2, list(layout), *around, list(mesh)) for x in xs]
-    return Example(ops.halo, args, reference.halo(xs, 2, layout, *around))
+    args = [(x, 2, list(layout), *around, wraps, list(mesh)) for x in xs]
+    return Example(ops.halo, args, reference.halo(xs, 2, layout, *around, wraps))
 
 
 def pick_example(layout=(1, 1, 5, -2, 3), mesh=(1, 1, 2), dtype=torch.float32, memory=_plain) -> Example:
@@ -642,6 +644,10 @@ REFUSED = {
     "groups to sum": (_with(cumsum_example((1, 1, 8)), layout=[2, 1, 3]), "want one token after the other"),
     "runs with neighbours": (_with(halo_example(), layout=[1, 1, 5, 4]), "want chunks of neighbours one after the"),
     "rows with neighbours": (_with(halo_example(), before=9), "9 rows before and 1 after of chunks of 5"),
+    "padding in a circle": (
+        _with(halo_example((1, 1, 7), (1, 1, 4)), before=2, wraps=True),
+        "2 rows around a circle whose last rank has 1",
+    ),
     "tokens in groups": (_with(rows_example(), layout=[2, 1, 5]), "want one token after the other"),
     "index of another dtype": (_with(rows_example(), index=torch.ones(3)), "index is torch.float32: want torch.int64"),
     "nothing to cut": (_with(mask_example(), mask=torch.ones(1, 7)), "every rank needs the whole mask"),
@@ -752,6 +758,13 @@ def test_cumsum_equals_the_reference(layout, mesh):
 def test_halo_equals_the_reference(around, layout, mesh):
     if max(around) <= chunks.local_extent(layout, math.prod(mesh)):
         assert_right(halo_example(layout, mesh, around))
+
+
+@pytest.mark.parametrize("around", [(1, 1), (2, 0), (0, 2), (1, 2)])
+@pytest.mark.parametrize("layout", [(1, 1, 24), (1, 3, 24), (1, 1, 23), (1, 2, 15)])
+@every_mesh
+def test_halo_in_a_circle_equals_the_reference(around, layout, mesh):
+    assert_right(halo_example(layout, mesh, around, wraps=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])

@@ -192,7 +192,23 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], set[int]]] = {
     "_fused_rms_norm": (aten._fused_rms_norm.default, (X, [8], x(8), 1e-5), {0, 1}),
     "group_norm": (aten.group_norm.default, (X, 3), {0}),
     "batch_norm": (aten.batch_norm.default, (X, None, None, x(6), x(6).abs(), False, 0.1, 1e-5, False), {0, 2}),
-    "batch_norm, live": (aten.batch_norm.default, (X, None, None, None, None, True, 0.1, 1e-5, False), set()),
+    "batch_norm, live": (aten.batch_norm.default, (X, x(6), x(6), None, None, True, 0.1, 1e-5, False), {0, 2}),
+    "batch_norm, live, followed": (
+        aten._native_batch_norm_legit_functional.default, (X, x(6), x(6), x(6), x(6).abs(), True, 0.3, 1e-5), {0, 2}
+    ),
+    "batch_norm, live, in place": (
+        aten.batch_norm.default, (X, None, None, x(6), x(6).abs(), True, 0.1, 1e-5, False), set()
+    ),
+    "batch_norm, dead": (
+        aten._native_batch_norm_legit_functional.default, (X, x(6), x(6), x(6), x(6).abs(), False, 0.3, 1e-5), set()
+    ),
+    "batch_norm, dead, as traced": (
+        aten._native_batch_norm_legit_no_training.default, (X, x(6), x(6), x(6), x(6).abs(), 0.3, 1e-5), set()
+    ),
+    "batch_norm of rows": (aten.batch_norm.default, (IMAGE, None, x(6), None, None, True, 0.1, 1e-5, False), {0, 2, 3}),
+    "batch_norm as CUDA": (
+        aten._batch_norm_with_update_functional.default, (X, x(6), x(6), x(6), x(6).abs(), 0.3, 1e-5), {0, 2}
+    ),
     "native_batch_norm": (aten.native_batch_norm.default, (X, None, None, x(6), x(6).abs(), False, 0.1, 1e-5), set()),
     "softmax": (aten.softmax.int, (X, -1), {0, 1}),
     "_softmax": (aten._softmax.default, (X, 1, False), {0, 2}),
@@ -263,6 +279,11 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], set[int]]] = {
     "group_norm of rows": (aten.group_norm.default, (x(2, 6, 9, 4), 2), {0, 2, 3}),
     "instance_norm": (aten.instance_norm.default, (x(2, 6, 9), x(6), None, None, None, True, 0.1, 1e-5, False), {0, 2}),
     "roll back": (aten.roll.default, (X, [-2], [1]), {0, 1, 2}),
+    "roll far": (aten.roll.default, (X, [3], [1]), {0, 1, 2}),
+    "roll of two dims": (aten.roll.default, (x(2, 8, 9), [1, 2], [1, 2]), {0, 1, 2}),
+    "roll of two dims back": (aten.roll.default, (x(2, 12, 9), [-1, 4], [1, 2]), {0, 1, 2}),
+    "roll of one dim twice": (aten.roll.default, (x(2, 8, 9), [1, 2], [1, -2]), {0, 1, 2}),
+    "roll of everything": (aten.roll.default, (X, [1]), set()),
     "roll once around": (aten.roll.default, (X, [6], [1]), {0, 1, 2}),
     "select the last": (aten.select.int, (X, 1, -1), {0, 1, 2}),
     "index": (aten.index.Tensor, (X, [None, ints(6, 3)]), {0, 2}),
@@ -275,7 +296,11 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], set[int]]] = {
     "conv, one wide": (aten.conv1d.default, (X, x(5, 6, 1)), {0, 2}),
     "conv, wide and lopsided": (aten.conv1d.padding, (X, x(5, 6, 4), None, [1], "same"), {0}),
     "conv in patches": (aten.conv2d.default, (x(2, 3, 12, 12), x(5, 3, 2, 2), None, [2, 2]), {0, 2, 3}),
-    "conv, strided": (aten.conv1d.default, (X, x(5, 6, 3), None, [2], [1]), {0}),
+    "conv, strided": (aten.conv1d.default, (X, x(5, 6, 3), None, [2], [1]), {0, 2}),
+    "conv, strided, wide": (aten.conv1d.default, (x(2, 6, 24), x(5, 6, 4), None, [2], [1]), {0, 2}),
+    "conv, strided, narrow": (aten.conv1d.default, (x(2, 6, 24), x(5, 6, 1), None, [2]), {0, 2}),
+    "conv, strided, far": (aten.conv1d.default, (x(2, 6, 24), x(5, 6, 3), None, [2], [2], [2]), {0, 2}),
+    "conv, strided, more": (aten.conv1d.default, (x(2, 6, 24), x(5, 6, 2), None, [2], [1]), {0}),
     "conv back": (aten.conv_transpose1d.default, (X, x(6, 5, 2), None, [2]), {0, 2}),
     "conv back to rows": (aten.conv_transpose2d.input, (IMAGE, x(6, 5, 2, 2), BIAS, [2, 2]), {0, 2, 3}),
     "conv back, overlapping": (aten.conv_transpose3d.input, (x(2, 3, 4, 4, 4), x(3, 5, 3, 3, 3), None, [2]), {0}),
@@ -285,9 +310,21 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], set[int]]] = {
     "conv2d": (aten.conv2d.padding, (IMAGE, KERNEL, BIAS, [1, 1], "same"), {0, 2, 3}),
     "conv3d": (aten.conv3d.default, (x(4, 2, 3, 4, 4), x(5, 2, 1, 3, 3)), {0}),
     "convolution": (aten.convolution.default, (X, x(5, 6, 3), None, [1], [1], [1], False, [0], 1), {0}),
-    "upsample_nearest2d": (aten.upsample_nearest2d.vec, (IMAGE, None, [2.0, 2.0]), {0}),
+    "upsample_nearest1d": (aten.upsample_nearest1d.vec, (X, [16], None), {0, 2}),
+    "upsample_nearest2d": (aten.upsample_nearest2d.vec, (IMAGE, None, [2.0, 4.0]), {0, 2, 3}),
+    "upsample_nearest2d, size": (aten.upsample_nearest2d.vec, (IMAGE, [8, 8], None), {0, 2, 3}),
+    "upsample_nearest2d, unlike": (aten.upsample_nearest2d.vec, (IMAGE, [7, 8], None), {0, 3}),
+    "upsample_nearest2d, by three": (aten.upsample_nearest2d.vec, (IMAGE, None, [3.0, 3.0]), {0}),
+    "avg_pool1d": (aten.avg_pool1d.default, (X, [2]), {0, 1, 2}),
+    "avg_pool2d": (aten.avg_pool2d.default, (x(2, 3, 12, 12), [2, 2]), {0, 1, 2, 3}),
+    "avg_pool2d without batch": (aten.avg_pool2d.default, (x(3, 12, 12), [2, 2]), {0}),
+    "avg_pool2d, overlapping": (aten.avg_pool2d.default, (x(2, 3, 12, 12), [3, 3], [2, 2], [1, 1]), {0, 1}),
+    "avg_pool3d": (aten.avg_pool3d.default, (x(2, 3, 4, 4, 4), [2, 2, 2], [2, 2, 2]), {0, 1, 2, 3, 4}),
+    "max_pool1d": (aten.max_pool1d.default, (X, [2]), {0, 1, 2}),
+    "max_pool2d": (aten.max_pool2d.default, (x(2, 3, 12, 12), [2, 2]), {0, 1, 2, 3}),
+    "max_pool3d": (aten.max_pool3d.default, (x(2, 3, 4, 4, 4), [2, 2, 2]), {0, 1, 2, 3, 4}),
     "upsample_bilinear2d": (aten.upsample_bilinear2d.vec, (IMAGE, None, False, [2.0, 2.0]), {0}),
-    "upsample_nearest3d": (aten.upsample_nearest3d.vec, (x(4, 2, 3, 4, 4), None, [2.0, 2.0, 2.0]), {0}),
+    "upsample_nearest3d": (aten.upsample_nearest3d.vec, (x(4, 2, 3, 4, 4), None, [2.0, 2.0, 2.0]), {0, 2, 3, 4}),
     # an operand lends dtype, device or shape
     "new_zeros": (aten.new_zeros.default, (X, [3]), {0, 1, 2}),
     "new_ones": (aten.new_ones.default, (X, [3]), {0, 1, 2}),

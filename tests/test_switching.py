@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from helpers import C, H, assert_exact, attend, exchanges, layouts_of, regathered, tokens
 from torch import nn
 
-from spcompile import ops
+from spcompile import factors, ops
 from spcompile.exchanges import Cost
 from spcompile.testing import plan, simulate
 
@@ -22,8 +22,9 @@ TOLERANCE = 1e-13
 
 @pytest.fixture(autouse=True)
 def bytes_decide(monkeypatch):
-    """Small tensors, without the price of starting a collective."""
+    """Small tensors, without the price of starting a collective; sequences are what is cut."""
     monkeypatch.setattr(Cost, "LATENCY", 0)
+    monkeypatch.setattr(factors, "MAX_CANDIDATES", 0)
 
 
 class Attention(nn.Module):

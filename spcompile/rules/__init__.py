@@ -4,8 +4,8 @@ A rule answers two questions about a call. *Forward*: given the operands' layout
 and how do the results then lie (a `Plan`), or None if the op mixes tokens. *Backward*: if a result is to
 be sharded along a dim, which operand dims does that dim come from. Most ops only carry dims through, so most
 rules are one small function that gives every dim a name (`names`). `pieces` has the rules about parts of dims (view,
-cat, slice), `mixing` those of ops that mix tokens and are computed on chunks all the same (sums, contractions,
-convolutions). The table is below; an op that is not in it is computed on full tensors.
+cat, slice), `mixing`, `convolutions` and `rows` those of ops that mix or move tokens and are computed on chunks all
+the same. The table is below; an op that is not in it is computed on full tensors.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import torch
 from torch._ops import OpOverload
 
 from spcompile.call import Call
-from spcompile.rules import mixing, names
+from spcompile.rules import convolutions, mixing, names, rows
 from spcompile.rules.base import Carry, Plan, Rule
-from spcompile.rules.mixing import Contract, Mixing, OneToken, Written
+from spcompile.rules.mixing import Contract, Mixing
 from spcompile.rules.pieces import NARROW, SLICE, SPLIT, Concatenate, Like, Regroup, SliceScatter
+from spcompile.rules.rows import OneToken, Written
 
 __all__ = ["RULES", "Plan", "Rule", "rule_for"]
 
@@ -80,7 +81,7 @@ RULES: dict[OpOverload, Rule] = {
     aten.narrow.default: NARROW,
     **_same(SPLIT, aten.split, aten.split_with_sizes, aten.chunk, aten.unsafe_split, aten.unsafe_chunk),
     aten.tensor_split.sections: SPLIT,
-    **_mixing(mixing.one_token, names.taken_apart, aten.select),
+    **_mixing(rows.one_token, names.taken_apart, aten.select),
     **_carry(names.taken_apart, aten.unbind),
     aten.index.Tensor: Carry(names.indexed),
     **_carry(names.select_scatter, aten.select_scatter),
@@ -88,14 +89,14 @@ RULES: dict[OpOverload, Rule] = {
     aten.expand.default: Carry(names.expand, sized=aten.expand.default),
     **_carry(names.repeat, aten.repeat, aten.tile),
     aten.repeat_interleave.self_int: Carry(names.repeat_interleaved),
-    **_mixing(mixing.padded, names.padded, aten.constant_pad_nd, aten.pad),
-    **_mixing(mixing.looked_up, names.picked, aten.index_select),
-    **_mixing(mixing.looked_up, names.gathered, aten.gather),
+    **_mixing(rows.padded, names.padded, aten.constant_pad_nd, aten.pad),
+    **_mixing(rows.looked_up, names.picked, aten.index_select),
+    **_mixing(rows.looked_up, names.gathered, aten.gather),
     **dict.fromkeys(
         (aten.scatter.src, aten.scatter.value, aten.scatter_add.default), Written(Carry(names.scattered), _dim)
     ),
     **dict.fromkeys((aten.index_add.default, aten.index_copy.default), Written(Carry(names.rows_added), _dim)),
-    aten.index_put.default: Written(None, mixing.indexed_dim, wraps=True),
+    aten.index_put.default: Written(None, rows.indexed_dim, wraps=True),
     **_carry(names.one_hot, aten.one_hot),
     **_carry(names.embedding, aten.embedding),
     # contractions
@@ -116,16 +117,23 @@ RULES: dict[OpOverload, Rule] = {
     # norms and other ops that mix entries along some dims
     **_carry(names.last_dims, aten.layer_norm, aten.rms_norm, aten.native_layer_norm, aten._fused_rms_norm),
     **_mixing(mixing.normalised_groups, names.only_first_dim, aten.group_norm, aten.instance_norm),
-    **_carry(names.batch_norm, aten.batch_norm, aten.native_batch_norm),
+    **_mixing(mixing.normalised_batch, names.batch_norm, aten.batch_norm, aten._native_batch_norm_legit_functional),
+    **_mixing(mixing.normalised_batch, names.batch_norm, aten._batch_norm_with_update_functional),
+    **_carry(names.batch_norm, aten.native_batch_norm, aten._native_batch_norm_legit_no_training),
     **_mixing(mixing.softmax, names.along("dim"), aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax),
     **_mixing(mixing.running_sum, names.along("dim"), aten.cumsum),
     **_carry(names.along("dim"), aten.cumprod, aten.logcumsumexp, aten.sort, aten.argsort, aten.topk, aten.glu),
-    **_mixing(mixing.rolled, names.along("dims"), aten.roll),
+    **_mixing(rows.rolled, names.along("dims"), aten.roll),
     **_carry(names.along("dims"), aten.flip),
     # convolutions: samples of the batch are independent, and tokens as far as the kernel reaches
-    **_mixing(mixing.convolved, names.conv, aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution),
-    **_mixing(mixing.convolved_back, names.conv, aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d),
-    **_carry(names.only_first_dim, aten.upsample_nearest2d, aten.upsample_bilinear2d, aten.upsample_nearest3d),
+    **_mixing(convolutions.convolved, names.conv, aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution),
+    **_mixing(convolutions.convolved_back, names.conv, aten.conv_transpose1d, aten.conv_transpose2d),
+    **_mixing(convolutions.convolved_back, names.conv, aten.conv_transpose3d),
+    **_mixing(convolutions.pooled, names.pooled, aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d),
+    **_mixing(convolutions.pooled, names.pooled, aten.max_pool1d, aten.max_pool2d, aten.max_pool3d),
+    **_mixing(convolutions.enlarged, names.only_first_dim, aten.upsample_nearest1d, aten.upsample_nearest2d),
+    **_mixing(convolutions.enlarged, names.only_first_dim, aten.upsample_nearest3d),
+    **_carry(names.only_first_dim, aten.upsample_bilinear2d),
     # an operand lends dtype, device or shape and none of its values
     **_same(Like(0), aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty),
     **_same(Like(1), aten.type_as),

@@ -60,8 +60,8 @@ class Build(Protocol):
 
     def cumsum(self, value: fx.Node, lay: Sharded) -> fx.Node: ...
 
-    def halo(self, value: fx.Node, lay: Sharded, rows: int) -> fx.Node:
-        """``value`` with as many rows of both neighbours; zeros at the ends and for padding."""
+    def halo(self, value: fx.Node, lay: Sharded, before: int, after: int, wraps: bool = False) -> fx.Node:
+        """``value`` with rows of both neighbours; zeros for padding and, unless it wraps, at the ends."""
         ...
 
     def pick(self, value: fx.Node, index: fx.Node, lay: Sharded) -> fx.Node:
@@ -93,6 +93,17 @@ def by_size(call: Call, layouts: Sequence[Layout]) -> list[tuple[int, Sharded]]:
     """The sharded operands, largest first: the others follow its layout."""
     found = [(i, lay) for i, lay in enumerate(layouts) if isinstance(lay, Sharded)]
     return sorted(found, key=lambda f: -math.prod(call.shape(f[0])))
+
+
+def cheaper_reduced(call: Call, sharded: Sequence[int]) -> bool:
+    """Does an all-reduce of the results send less than an all-gather of the operands?"""
+    results = sum(math.prod(o) for o in call.outputs)
+    return 2 * results <= sum(math.prod(call.shape(i)) for i in sharded)
+
+
+def value_dtype(call: Call, output: int = 0) -> torch.dtype:
+    value: Any = call.node.meta["val"]
+    return (value[output] if isinstance(value, (tuple, list)) else value).dtype
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,13 @@ def only_first_dim(call: Call) -> tuple[Names, Names]:
     return of_first(call, head + [None] * (call.rank(0) - 1)), [head + [None] * (len(o) - 1) for o in call.outputs]
 
 
+def pooled(call: Call) -> tuple[Names, Names]:
+    """Samples and channels stay apart; the spatial dims, as many as the op's name says, do not."""
+    spatial = int(call.node.target._schema.name[-2])  # type: ignore[union-attr]
+    head: list[Name] = list(range(call.rank(0) - spatial))
+    return [head + [None] * spatial], [head + [None] * spatial for _ in call.outputs]
+
+
 def conv(call: Call) -> tuple[Names, Names]:
     """Batched input only: without a batch dim, dim 0 is channels."""
     if call.rank(0) != call.rank(1):

@@ -216,7 +216,7 @@ def conv_tokens(w: Code, x: str, kind: str, size: int) -> None:
         w(f"{x} = {x} + {conv}({x}.transpose(1, 2)).transpose(1, 2)")
 
 
-@op(2, kinds("depthwise", "dense", "glu", "volume", "merge", "upsample", "causal", "norm"))
+@op(2.5, kinds("depthwise", "dense", "glu", "volume", "merge", "upsample", "causal", "norm", "down", "pool", "pixels"))
 def conv_grid(w: Code, x: str, kind: str) -> None:
     """Tokens as an image."""
     f, h, v = w.cells(x)
@@ -233,6 +233,18 @@ def conv_grid(w: Code, x: str, kind: str) -> None:
         require(h % 2 == 0 and v % 2 == 0 and S >= 8)
         y = f"{x}.view({B}, {f}, {h // 2}, 2, {v // 2}, 2, {C}).permute(0, 1, 2, 4, 3, 5, 6)"
         w(f"{x} = {w.linear(4 * C, C)}({y}.reshape({B}, {S // 4}, {4 * C}))")
+        w.resize(x, S // 4, (f, h // 2, v // 2))
+        return
+    if kind in ("down", "pool", "pixels"):
+        require(h % 2 == 0 and v % 2 == 0 and S >= 8)
+        down = {
+            "down": lambda: w.module(f"nn.Conv2d({C}, {C}, 3, stride=2, padding=1)"),
+            "pool": lambda: "F.avg_pool2d",
+            "pixels": lambda: "F.pixel_unshuffle",
+        }[kind]()
+        y = f"{x}.reshape({B * f}, {h}, {v}, {C}).permute(0, 3, 1, 2)"
+        y = w.let("y", f"{down}({y}{'' if kind == 'down' else ', 2'}).permute(0, 2, 3, 1)")
+        w(f"{x} = {w.linear(4 * C if kind == 'pixels' else C, C)}({y}).reshape({B}, {S // 4}, {C})")
         w.resize(x, S // 4, (f, h // 2, v // 2))
         return
     if kind == "upsample":
@@ -268,13 +280,14 @@ def mixed(w: Code, x: str, kind: str) -> None:
     }[kind]())  # fmt: skip
 
 
-@op(1.5, kinds("group", "instance", "both", "manual", "softmax", "channels first"))
+@op(1.5, kinds("group", "instance", "batch", "both", "manual", "softmax", "channels first"))
 def normed(w: Code, x: str, kind: str) -> None:
     """Statistics over tokens, or over channels that come first."""
     S, C = w.size(x), w.C
     w(f"{x} = {x} + 0.5 * " + {
         "group": lambda: f"F.group_norm({x}.transpose(1, 2), {w.H}).transpose(1, 2)",
         "instance": lambda: f"F.instance_norm({x}.mT).mT" if S > 1 else x,
+        "batch": lambda: f"F.batch_norm({x}.mT, None, None, training=True).mT" if w.B * S > 1 else x,
         "both": lambda: f"F.layer_norm({x}, ({S}, {C}))",
         "manual": lambda: f"({x} - {x}.mean(1, keepdim=True)) / ({x}.std(1, keepdim=True, correction=0) + 0.1)",
         "softmax": lambda: f"{x}.softmax(1)",

@@ -1,0 +1,179 @@
+"""Stages 3 and 4, for models that fold tokens into the batch of an attention: which factor of the tokens is cut.
+
+Attention within windows, frames or rows sees a batch of short sequences. Cutting what is folded into that batch (rows
+of windows, frames) leaves every rank with whole sequences, and often nothing to send; cutting each sequence, as for
+any other attention, does not. Both are inferred for the whole graph, and the one that costs less is taken.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import fx
+
+from spcompile.call import Call
+from spcompile.exchanges import Cost, Policy
+from spcompile.infer import Inference, depends_on_compute, infer, is_compute
+from spcompile.layout import REPLICATED, Layout, Segment, Sharded
+from spcompile.rules import rule_for
+from spcompile.rules.pieces import Regroup
+from spcompile.sites import Site
+from spcompile.switching import multiply_adds, switch_sites
+
+MAX_CANDIDATES = 4
+"""Factors that are tried besides the sequence."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A way to cut the batch of a site's query. ``given``: a dim of an input, or a first: perhaps those are samples."""
+
+    site: Site
+    layout: Sharded
+    given: bool
+
+
+def infer_cheapest(graph: fx.Graph, sites: Sequence[Site], policy: Policy) -> tuple[Inference, int]:
+    """Layouts and plans for every node, and how many sites move the cut (see `switch_sites`).
+
+    Raises `UnsupportedGraphError` where the result could not be exact.
+    """
+    found = infer(graph, sites, policy)
+    switched = switch_sites(graph, sites, found, policy)
+    if policy.mesh is not None:  # binding
+        return found, switched
+    best, least = (found, switched), cost(graph, sites, found, policy)
+    for factor in candidates(graph, sites, found, policy):
+        other = infer(graph, sites, policy, first=(factor.site, factor.layout))
+        samples = factor.given and not _mixes(sites, other)
+        switched = switch_sites(graph, sites, other, policy)
+        worse = samples or not _in_full(other) <= _in_full(found) or any(p.refusal for p in other.sites.values())
+        total = cost(graph, sites, other, policy)
+        if total < least and not worse:
+            best, least = (other, switched), total
+    return best
+
+
+def _mixes(sites: Sequence[Site], found: Inference) -> bool:
+    """Does anything in the graph mix what is cut? Samples of a batch stay apart to the end."""
+    along = any(found.layouts[s.q] != REPLICATED and found.sites[s.node].exchange != "local" for s in sites)
+    return along or bool(found.regathered) or any(plan.build is not None for plan in found.plans.values())
+
+
+def _in_full(found: Inference) -> set[fx.Node]:
+    """Attention that every rank computes all of."""
+    return {node for node, plan in found.sites.items() if plan.exchange == "replicated"}
+
+
+def candidates(graph: fx.Graph, sites: Sequence[Site], found: Inference, policy: Policy) -> Iterator[Factor]:
+    """Factors of sites that send something, one of each shape."""
+    tried: set[tuple[object, ...]] = set()
+    computed = depends_on_compute(graph)
+    for site in sorted(sites, key=lambda s: -s.cost):
+        if not found.sites[site.node].cost.total:
+            continue
+        for factor in factors(site, policy.degree, computed):
+            key = (site.shape("q"), factor.layout)
+            if key not in tried and len(tried) < MAX_CANDIDATES:
+                tried.add(key)
+                yield factor
+
+
+def factors(site: Site, degree: int, computed: set[fx.Node]) -> list[Factor]:
+    """The dims that were folded into the query's batch, but for the first of what they were folded from, and heads.
+
+    ``computed`` are values that depend on the model's inputs: a dim that comes from a parameter is none of tokens.
+    """
+    found: list[Factor] = []
+
+    def add(root: tuple[fx.Node, Sharded] | None, lay: Sharded) -> None:
+        if root is not None and lay.tokens >= degree:
+            node, before = root
+            as_it_was = before.tokens == node.meta["val"].shape[before.dim]
+            given = as_it_was and (before.dim == 0 or node.op == "placeholder")
+            found.append(Factor(site, lay, given))
+
+    for dim in range(len(site.shape("q")) - 3):
+        whole = Sharded(dim, (Segment(site.shape("q")[dim]),))
+        for value, lay in _back(site.q, whole, computed):
+            if value.op == "call_function" and isinstance(rule_for(value.target), Regroup):
+                source: fx.Node = value.args[0]  # type: ignore[assignment]
+                folded = _merged(source.meta["val"].shape, value.meta["val"].shape, lay.dim)
+                for i, outer, n, inner in folded:
+                    add(_root(source, Sharded(i, (Segment(n),)), computed), Sharded(dim, (Segment(n),), outer, inner))
+                if folded:
+                    break
+        else:
+            if lay.dim > 0:
+                add(_root(site.q, whole, computed), whole)
+    return found
+
+
+_APART = 1 << 30
+"""More ranks than divide any dim: factors of one that they divide are not told apart any more."""
+
+
+def _root(node: fx.Node, lay: Sharded, computed: set[fx.Node]) -> tuple[fx.Node, Sharded] | None:
+    """The value furthest back that has a dim, and how it lies there; None if the dim comes from a parameter."""
+    *_, last = _back(node, lay, computed)
+    return last if last[0] in computed else None
+
+
+def _back(node: fx.Node, lay: Sharded, computed: set[fx.Node]) -> Iterator[tuple[fx.Node, Sharded]]:
+    """The values that a dim comes through, from ``node`` back, and how it lies there."""
+    yield node, lay
+    while node.op == "call_function":
+        output = 0
+        if node.target is operator.getitem:
+            node, output = node.args  # type: ignore[assignment]
+        rule, call = rule_for(node.target), Call(node, _APART, lambda key, tokens: (Segment(tokens),))
+        behind = [(call.operands[i], before) for i, before in rule.backward(call, output, lay)] if rule else []
+        if not behind:
+            return
+        node, lay = next(((n, before) for n, before in behind if n in computed), behind[0])
+        yield node, lay
+
+
+def _merged(shape: Sequence[int], new_shape: Sequence[int], dim: int) -> list[tuple[int, int, int, int]]:
+    """The dims of ``shape``, but for its first, that make up ``dim`` of ``new_shape``: (dim, outer, extent, inner)."""
+    before, extent = math.prod(new_shape[:dim]), new_shape[dim]
+    starts = list(accumulate(shape, lambda a, b: a * b, initial=1))
+    inside = [i for i, n in enumerate(shape) if n > 1 and starts[i] >= before and starts[i + 1] <= before * extent]
+    if len(inside) < 2 or extent != math.prod(shape[i] for i in inside):
+        return []
+    return [(i, starts[i] // before, shape[i], before * extent // starts[i + 1]) for i in inside if i > 0]
+
+
+def cost(graph: fx.Graph, sites: Sequence[Site], found: Inference, policy: Policy) -> float:
+    """What a step costs a rank, in bytes on the wire: exchanges, gathers, and its share of the work with padding."""
+    total = sum(found.sites[s.node].cost.total for s in sites)
+    work = sum(2 * s.cost * _share(found.layouts[s.q], policy.degree) for s in sites)
+    for node in graph.nodes:
+        plan = found.plans.get(node)
+        if plan is not None:
+            call = Call(node, policy.degree, lambda key, tokens: (Segment(tokens),))
+            total += sum(_gathered(x, found, need) for x, need in zip(call.operands, plan.operands, strict=True))
+            total += Cost.LATENCY if plan.build is not None else 0
+        if is_compute(node) and node not in found.sites:
+            work += 2 * multiply_adds(node) * _share(found.layouts[node], policy.degree)
+    return total + work / Cost.FLOPS_PER_BYTE
+
+
+def _share(layout: Layout, degree: int) -> float:
+    """Of a value's entries, that a rank computes."""
+    return layout.local_extent(degree) / max(layout.extent, 1) if isinstance(layout, Sharded) else 1.0
+
+
+def _gathered(value: fx.Node, found: Inference, need: Layout) -> float:
+    """Bytes for a value that is cut, and needed in another way."""
+    have = found.layouts[value]
+    if not isinstance(have, Sharded) or value in found.whole or have == need or value in found.moves:
+        return 0.0
+    if isinstance(need, Sharded) and (have.dim, have.outer, have.inner) == (need.dim, need.outer, need.inner):
+        return 0.0
+    tensor = value.meta["val"]
+    return float(tensor.numel() * tensor.element_size() + Cost.LATENCY)

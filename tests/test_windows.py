@@ -1,0 +1,92 @@
+"""Attention within windows, frames and rows: what is folded into the batch is cut, and ranks have whole sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import SelfAttention, assert_exact
+from torch import Tensor, nn
+
+C = 24
+
+
+class Windows(nn.Module):
+    """Attention within windows of ``edge`` ** n tokens of x [B, *grid, C], the grid rolled by ``shift`` (Swin)."""
+
+    def __init__(self, edge: int, shift: int) -> None:
+        super().__init__()
+        self.norm, self.attention, self.mlp = nn.LayerNorm(C), SelfAttention(C), nn.Linear(C, C)
+        self.edge, self.shift = edge, shift
+
+    def forward(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
+        dims, edge = list(range(1, len(grid) + 1)), self.edge
+        y = self.norm(x).view(-1, *grid, C)
+        if self.shift:
+            y = y.roll([-self.shift] * len(grid), dims)
+        windows = [n for size in grid for n in (size // edge, edge)]
+        outside, inside = dims_of(windows)
+        y = y.view(-1, *windows, C).permute(0, *outside, *inside, len(windows) + 1).reshape(-1, edge ** len(grid), C)
+        y = self.attention(y, attn_mask=self.mask(x.shape[0], grid) if self.shift else None)
+        y = y.view(-1, *(size // edge for size in grid), *([edge] * len(grid)), C)
+        back = [d for pair in zip(dims, (d + len(grid) for d in dims), strict=True) for d in pair]
+        y = y.permute(0, *back, 2 * len(grid) + 1).reshape(-1, *grid, C)
+        if self.shift:
+            y = y.roll([self.shift] * len(grid), dims)
+        x = x + y.reshape(x.shape)
+        return x + self.mlp(x)
+
+    def mask(self, batch: int, grid: tuple[int, ...]) -> Tensor:
+        """[B * windows, 1, S, S]: tokens that rolled around do not see those that did not."""
+        region = torch.zeros(grid)
+        for dim, size in enumerate(grid):
+            bounds = torch.tensor([size - self.edge, size - self.shift])
+            shape = [-1 if d == dim else 1 for d in range(len(grid))]
+            region = region * 3 + torch.bucketize(torch.arange(size), bounds, right=True).view(shape)
+        windows = [n for size in grid for n in (size // self.edge, self.edge)]
+        outside, inside = dims_of(windows)
+        ids = region.view(windows).permute(*(d - 1 for d in (*outside, *inside))).reshape(-1, self.edge ** len(grid))
+        return (ids[:, None] == ids[:, :, None]).repeat(batch, 1, 1)[:, None]
+
+
+def dims_of(windows: list[int]) -> tuple[list[int], list[int]]:
+    """Dims over windows, and within, of [B, *windows]."""
+    return list(range(1, len(windows), 2)), list(range(2, len(windows) + 1, 2))
+
+
+class Swin(nn.Module):
+    """An image or a video of patches, blocks of windows in turn plain and shifted, pixels again."""
+
+    def __init__(self, rank: int, edge: int, shift: int) -> None:
+        super().__init__()
+        self.patches = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1](3, C, 1)
+        self.blocks = nn.ModuleList([Windows(edge, s) for s in (0, shift, 0, shift)])
+        self.out = nn.Linear(C, 12)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x, grid = self.patches(pixels).flatten(2).transpose(1, 2), tuple(pixels.shape[2:])
+        for block in self.blocks:
+            x = block(x, grid)
+        x = self.out(x).transpose(1, 2).unflatten(2, grid)
+        return F.pixel_shuffle(x, 2) if len(grid) == 2 else x
+
+
+@pytest.mark.parametrize(
+    ("grid", "degree"),
+    [((8, 8), 2), ((16, 16), 4), ((12, 20), 2), ((12, 20), 3), ((4, 8, 4), 2), ((24,), 2), ((24,), 3)],
+)
+def test_ranks_have_whole_windows_and_rolls_send_rows(grid, degree):
+    report = assert_exact(Swin(len(grid), 4, 2), torch.randn(2, 3, *grid), sp=degree, tolerance=1e-6)
+    assert {entry.exchange for entry in report.attention} == {"local"}
+    assert not report.regathers
+    assert all("roll" in entry.op for entry in report.reductions)
+
+
+@pytest.mark.parametrize(("grid", "degree"), [((12, 12), 4), ((8, 12), 8), ((20, 20), 4), ((12,), 2)])
+def test_windows_that_ranks_do_not_divide_are_exact(grid, degree):
+    assert_exact(Swin(len(grid), 4, 1), torch.randn(2, 3, *grid), sp=degree, tolerance=1e-6)
+
+
+def test_degrees_that_are_asked_for_cut_the_sequence():
+    report = assert_exact(Swin(2, 4, 0), torch.randn(2, 3, 8, 8), ulysses=2, tolerance=1e-6)
+    assert {entry.exchange for entry in report.attention} == {"ulysses"}
