@@ -16,6 +16,7 @@ from itertools import accumulate
 from torch import fx
 
 from spcompile.call import Call
+from spcompile.errors import UnsupportedGraphError
 from spcompile.exchanges import Cost, Policy
 from spcompile.infer import Inference, depends_on_compute, infer, is_compute
 from spcompile.layout import REPLICATED, Layout, Segment, Sharded
@@ -48,25 +49,29 @@ def infer_cheapest(graph: fx.Graph, sites: Sequence[Site], policy: Policy) -> tu
         return found, switched
     best, least = (found, switched), cost(graph, sites, found, policy)
     for factor in candidates(graph, sites, found, policy):
-        other = infer(graph, sites, policy, first=(factor.site, factor.layout))
+        try:
+            other = infer(graph, sites, policy, first=(factor.site, factor.layout))
+        except UnsupportedGraphError:  # what has been found is exact
+            continue
         samples = factor.given and not _mixes(sites, other)
         switched = switch_sites(graph, sites, other, policy)
-        worse = samples or not _in_full(other) <= _in_full(found) or any(p.refusal for p in other.sites.values())
         total = cost(graph, sites, other, policy)
-        if total < least and not worse:
+        if total < least and not samples and _no_worse(other, found):
             best, least = (other, switched), total
     return best
+
+
+def _no_worse(other: Inference, found: Inference) -> bool:
+    """Nothing is refused, and nothing is gathered or computed in full that is not otherwise."""
+    in_full, otherwise = ({n for n, p in i.sites.items() if p.exchange == "replicated"} for i in (other, found))
+    refused = any(plan.refusal for plan in other.sites.values())
+    return in_full <= otherwise and not refused and len(other.regathered) <= len(found.regathered)
 
 
 def _mixes(sites: Sequence[Site], found: Inference) -> bool:
     """Does anything in the graph mix what is cut? Samples of a batch stay apart to the end."""
     along = any(found.layouts[s.q] != REPLICATED and found.sites[s.node].exchange != "local" for s in sites)
     return along or bool(found.regathered) or any(plan.build is not None for plan in found.plans.values())
-
-
-def _in_full(found: Inference) -> set[fx.Node]:
-    """Attention that every rank computes all of."""
-    return {node for node, plan in found.sites.items() if plan.exchange == "replicated"}
 
 
 def candidates(graph: fx.Graph, sites: Sequence[Site], found: Inference, policy: Policy) -> Iterator[Factor]:

@@ -115,7 +115,8 @@ def test_steps_in_and_out_of_inference_mode_on_one_group():
 @pytest.mark.skipif(sys.platform != "linux", reason="counts files under /proc")
 def test_nothing_of_a_group_outlives_it():
     for result in measured("groups_that_come_and_go"):
-        assert result["counts"][-1] == result["counts"][1], result["counts"]
+        second, last = result["counts"][1], result["counts"][-1]
+        assert all(now <= before for now, before in zip(last, second, strict=True)), result["counts"]
 
 
 def test_autocast_on_one_rank_is_told():

@@ -97,7 +97,9 @@ def enlarged(call: Call, layouts: Sequence[Layout]) -> Plan | None:
     if not isinstance(lay, Sharded) or lay.dim < 2 or call.rank(0) < 3:
         return None
     factor, left = divmod(call.outputs[0][lay.dim], lay.extent)
-    if left or factor & (factor - 1):
+    scales = call.arguments.get("scale_factors") or [v for a, v in call.arguments.items() if a.startswith("scales")]
+    scale = scales[lay.dim - call.rank(0)] if scales else None
+    if left or factor & (factor - 1) or scale not in (None, factor):
         return None
     out = replace(lay, inner=lay.inner * factor).absorb_inner(call.degree)
     if call.arguments.get("output_size") is None:
@@ -107,9 +109,9 @@ def enlarged(call: Call, layouts: Sequence[Layout]) -> Plan | None:
 
 
 def _of_dim(value: Any, dim: int, rank: int) -> int:
-    """The entry of a list argument for one spatial dim."""
+    """The entry of a list argument for one spatial dim; the last is for the last dim, and a single one for all."""
     values = list(value) if isinstance(value, (list, tuple)) else [value]
-    return values[dim - rank] if len(values) == rank - 2 else values[0]
+    return values[dim - rank] if len(values) > 1 else values[0]
 
 
 def _fewer(lay: Sharded, patch: int, degree: int) -> Sharded | None:
