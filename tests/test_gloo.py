@@ -14,11 +14,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import caches
 import pytest
 
 WORKER = Path(__file__).parent / "workers" / "cases.py"
 SMALL = (
     "ops_equal_the_reference", "opcheck", "several_resolutions", "dynamic_shapes_under_inductor", "writes", "switches",
+    "caches_of_steps", "running_statistics",
     "different_shapes", "degrees_that_do_not_match",
     "different_dtypes",  # the last, for it may end the processes
 )  # fmt: skip
@@ -89,6 +91,18 @@ def test_opcheck_is_green():
 @two_and_four
 def test_buffers_and_inputs_are_written_as_without_compiling(num_ranks):
     assert all(result["off"] < 1e-13 for result in measured(num_ranks, "writes"))
+
+
+def test_caches_hold_what_they_hold_without_compiling():
+    for result in measured(2, "caches_of_steps"):
+        assert len(result) == 3 * len(caches.models())
+        assert all(error < 1e-13 for error in result.values()), result
+
+
+def test_running_statistics_follow():
+    for result in measured(2, "running_statistics"):
+        assert result["off"] < 1e-13
+        assert result["regathers"] == 0
 
 
 def test_a_cut_that_moves_there_and_back_is_exact():

@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import caches
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -51,7 +52,18 @@ def compiled(model: nn.Module, inner: str = "aot_eager", **options: Any) -> Call
 def off(found: Any, expected: Any) -> float:
     """The largest difference, relative to the largest expected value."""
     pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    return max(float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in pairs)
+
+
+class Normed(nn.Module):
+    """Batch norm over the tokens between two attentions, in train mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = SelfAttention(), nn.BatchNorm1d(24), SelfAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.norm(self.first(x).mT).mT)
 
 
 class Moving(nn.Module):
@@ -139,6 +151,37 @@ def writes() -> dict[str, Any]:
     with torch.no_grad():
         found, expected = [fast(x) for x in xs], [eager(x) for x in eager_xs]
     return {"off": off([found, xs, model.average], [expected, eager_xs, eager.average])}
+
+
+@case
+def caches_of_steps() -> dict[str, Any]:
+    """The output and what caches hold, after each of three steps."""
+    found = {}
+    for name, (model, given) in caches.models().items():
+        for degrees in ({"sp": 2}, {"ring": 2}, {"ulysses": 2}):
+            eager, eager_given = copy.deepcopy((model, given))
+            fast, fast_given = copy.deepcopy((model, given))
+            call = torch.compile(fast, backend=spcompile.backend(inner="eager", **degrees))
+            with torch.no_grad():
+                for _ in range(3):
+                    x = tokens(caches.N).double()
+                    state = [call(x, *fast_given), fast_given, list(fast.buffers())]
+                    expected = [eager(x, *eager_given), eager_given, list(eager.buffers())]
+                    found[f"{name} {degrees}"] = max(off(state, expected), found.get(f"{name} {degrees}", 0.0))
+            torch._dynamo.reset()
+    return found
+
+
+@case
+def running_statistics() -> dict[str, Any]:
+    """Batch norm in train mode, which its running statistics follow."""
+    model = Normed().double()
+    eager, backend = copy.deepcopy(model), spcompile.backend(inner="aot_eager")
+    fast, xs = torch.compile(model, backend=backend), [tokens(7).double() for _ in range(3)]
+    with torch.no_grad():
+        found, expected = ([call(x) for x in xs] for call in (fast, eager))
+    error = off([found, list(model.buffers())], [expected, list(eager.buffers())])
+    return {"off": error, "regathers": len(backend.report().regathers)}
 
 
 @case
