@@ -25,7 +25,8 @@ from spcompile.call import Call, bind, tensor_of
 from spcompile.errors import UnsupportedGraphError
 from spcompile.exchanges import Policy, SitePlan, plan_site
 from spcompile.layout import REPLICATED, Layout, Origin, Segment, Sharded, missing_cuts, same_tokens
-from spcompile.rules import Plan, rule_for
+from spcompile.rules import Plan, Rule, rule_for
+from spcompile.rules.pieces import Regroup
 from spcompile.sites import ATTENTION, Site, bodies
 from spcompile.source import place
 
@@ -212,7 +213,7 @@ class _Forward:
             return self.regather(call, f"{call.node.target} has no rule")
         plan = rule.forward(call, layouts)
         if plan is None:
-            return self.regather(call, "it mixes entries along the token dim, or reorders it")
+            return self.regather(call, _why_not(call, rule, layouts))
         if plan.cuts and not self.search.ask(plan.cuts):
             return self.regather(call, "its borders do not fall on whole tokens of the sharded dim")
         if not self.agree(call, plan, layouts):
@@ -249,6 +250,14 @@ class _Forward:
                     return False
                 cuts += missing
         return not cuts or self.search.ask(cuts)
+
+
+def _why_not(call: Call, rule: Rule, layouts: Sequence[Layout]) -> str:
+    """Why a call is not computed on chunks."""
+    if isinstance(rule, Regroup):
+        shape, n = " x ".join(map(str, call.outputs[0])), call.degree
+        return f"as {shape} the tokens that {n} ranks share are torn apart; sizes that {n} divides often avoid it"
+    return "it mixes entries along the token dim, or reorders it"
 
 
 def _halves(segment: Segment) -> list[Segment]:

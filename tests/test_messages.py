@@ -152,6 +152,16 @@ def test_strict_names_every_regather():
     assert "Drop strict to accept that cost." in text
 
 
+def test_a_view_that_tears_tokens_apart_names_the_sizes():
+    first, second = SelfAttention(), SelfAttention()
+
+    def rows_and_columns_change_places(x):
+        return second(first(x).unflatten(1, (3, 5)).transpose(1, 2).flatten(1, 2))
+
+    text = refusal(rows_and_columns_change_places, tokens(15), degree=4, strict=True)
+    assert "the tokens that 4 ranks share are torn apart; sizes that 4 divides often avoid it" in text
+
+
 def test_strict_names_every_site_on_all_ranks():
     first, second = SelfAttention(), SelfAttention()
     text = refusal(lambda x, y: (first(x), second(y)), tokens(12), tokens(5), strict=True, min_tokens=6)
