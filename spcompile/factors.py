@@ -18,12 +18,12 @@ from torch import fx
 from spcompile.call import Call
 from spcompile.errors import UnsupportedGraphError
 from spcompile.exchanges import Cost, Policy
-from spcompile.infer import Inference, depends_on_compute, infer, is_compute
+from spcompile.infer import Inference, depends_on_compute, infer, is_compute, multiply_adds
 from spcompile.layout import REPLICATED, Layout, Segment, Sharded
 from spcompile.rules import rule_for
 from spcompile.rules.pieces import Regroup
 from spcompile.sites import Site
-from spcompile.switching import multiply_adds, switch_sites
+from spcompile.switching import switch_sites
 
 MAX_CANDIDATES = 4
 """Factors that are tried besides the sequence."""

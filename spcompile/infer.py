@@ -47,6 +47,17 @@ def is_compute(node: fx.Node) -> bool:
     return node.target in COMPUTE
 
 
+def multiply_adds(node: fx.Node) -> int:
+    """About how many there are in an op of `COMPUTE` that is no attention."""
+    call, out = bind(node), node.meta["val"].numel()
+    weight = tensor_of(call.get("weight"))
+    if weight is not None:  # [out, ...]: all that a result is summed over
+        return out * weight.numel() // max(weight.shape[0], 1)
+    factors = [call.get("mat1", call.get("batch1")), *node.all_input_nodes]
+    first = next((x for x in map(tensor_of, factors) if x is not None and x.dim()), None)
+    return out * (first.shape[-1] if first is not None else 1)
+
+
 @dataclass
 class Inference:
     """``layouts``: per node, a layout or one per output. ``plans``: calls that touch a sharded value.

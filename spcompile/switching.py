@@ -23,7 +23,7 @@ from torch import fx
 
 from spcompile.call import Call, tensor_of
 from spcompile.exchanges import NONE, Cost, Policy, SitePlan, plan_site
-from spcompile.infer import Inference, is_compute, is_random
+from spcompile.infer import Inference, is_compute, is_random, multiply_adds
 from spcompile.layout import REPLICATED, Layout, Segment, Sharded
 from spcompile.rules import Plan, rule_for
 from spcompile.sites import Site
@@ -197,9 +197,3 @@ class _Planner:
 def _as_they_lie(have: Sequence[Layout], plan: Plan) -> bool:
     """Does the plan take its operands as they are, or cut from a whole?"""
     return all(h in (REPLICATED, need) for h, need in zip(have, plan.operands, strict=False))
-
-
-def multiply_adds(node: fx.Node) -> int:
-    """Of a product with a matrix."""
-    first = node.all_input_nodes[0].meta["val"]
-    return node.meta["val"].numel() * first.shape[-1]

@@ -313,3 +313,55 @@ def test_the_fused_encoder_layer_takes_any_number_in_a_mask_for_true():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double().eval()
     mask = torch.zeros(13, 13).double().index_fill(1, torch.tensor([2, 5]), 0.5)
     assert_exact(lambda a: layer(a, src_mask=mask), tokens8(), tolerance=1e-12)
+
+
+# what the choice of factors brought
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda y: torch.addmm(torch.zeros(()).double(), y.flatten(0, 1), torch.eye(C).double()).view_as(y),
+        lambda y: torch.baddbmm(y.new_zeros(()), y, torch.eye(C).double().expand(B, C, C)),
+        lambda y: torch.einsum(",bsc->bsc", torch.tensor(2.0).double(), y),
+        lambda y: y * torch.einsum(",->", torch.tensor(2.0), torch.tensor(3.0)),
+    ],
+    ids=["addmm", "baddbmm", "einsum", "einsum of scalars"],
+)
+def test_a_product_may_have_an_operand_without_dims(op):
+    assert_exact(lambda a: op(a + INNER(a)), x(), tolerance=1e-12, sp=2)
+
+
+class Noisy(nn.Module):
+    """Frames of which one value goes with noise: cutting them would cut the noise."""
+
+    def forward(self, a):
+        a = a + INNER(a.flatten(0, 1)).view(a.shape)
+        noisy = a.mean(2) + torch.randn(a.shape[1], C, dtype=a.dtype)
+        return a + INNER(a.flatten(0, 1)).view(a.shape), noisy
+
+
+def test_what_one_factor_may_not_cut_another_may():
+    """Nobody compares the generators of ranks."""
+    run = simulate(Noisy(), (torch.randn(B, 4, 600, C).double(),), sp=2, check="off")
+    assert {entry.exchange for entry in run.report.attention} <= {"kv_gather", "switch"}
+
+
+@pytest.mark.parametrize("pool", [F.avg_pool2d, F.max_pool2d])
+def test_pools_without_a_batch_that_overlap_along_the_tokens(pool):
+    small = SelfAttention(8, 2).double().requires_grad_(False)
+
+    def model(a):
+        y = (a + small(a))[0].t().reshape(4, 2, -1)
+        return pool(y, (2, 3), 2, (0, 1)).reshape(1, 4, -1)
+
+    assert_exact(model, torch.randn(1, 16, 8).double(), tolerance=1e-12, sp=2)
+
+
+@pytest.mark.parametrize("scale", [2.1, 1.1, 1.01, 2.0])
+def test_nearest_upsampling_by_what_the_sizes_do_not_say(scale):
+    def model(a):
+        y = F.interpolate((a + INNER(a)).mT, scale_factor=scale, mode="nearest").mT
+        return y + INNER(y)
+
+    assert_exact(model, x(8), tolerance=1e-12, sp=2)
