@@ -21,6 +21,7 @@ from spcompile.exchanges import Cost, Policy
 from spcompile.infer import Inference, depends_on_compute, infer, is_compute, multiply_adds
 from spcompile.layout import REPLICATED, Layout, Segment, Sharded
 from spcompile.rules import rule_for
+from spcompile.rules.mixing import Contract
 from spcompile.rules.pieces import Regroup
 from spcompile.sites import Site
 from spcompile.switching import switch_sites
@@ -81,51 +82,41 @@ def candidates(graph: fx.Graph, sites: Sequence[Site], found: Inference, policy:
     for site in sorted(sites, key=lambda s: -s.cost):
         if not found.sites[site.node].cost.total:
             continue
-        for factor in factors(site, policy.degree, computed):
+        for factor in factors(site, computed):
             key = (site.shape("q"), factor.layout)
-            if key not in tried and len(tried) < MAX_CANDIDATES:
+            if factor.layout.tokens >= policy.degree and key not in tried and len(tried) < MAX_CANDIDATES:
                 tried.add(key)
                 yield factor
 
 
-def factors(site: Site, degree: int, computed: set[fx.Node]) -> list[Factor]:
-    """The dims that were folded into the query's batch, but for the first of what they were folded from, and heads.
+def factors(site: Site, computed: set[fx.Node]) -> list[Factor]:
+    """The dims that were folded into dims of the query other than its sequence, without samples and heads.
 
     ``computed`` are values that depend on the model's inputs: a dim that comes from a parameter is none of tokens.
     """
     found: list[Factor] = []
 
-    def add(root: tuple[fx.Node, Sharded] | None, lay: Sharded) -> None:
-        if root is not None and lay.tokens >= degree:
-            node, before = root
-            as_it_was = before.tokens == node.meta["val"].shape[before.dim]
-            given = as_it_was and (before.dim == 0 or node.op == "placeholder")
-            found.append(Factor(site, lay, given))
+    def follow(dim: int, start: fx.Node, whole: Sharded, outer: int = 1, inner: int = 1) -> None:
+        for value, lay in _back(start, whole, computed):
+            all_of_it = lay.tokens == value.meta["val"].shape[lay.dim]
+            source, folded = _folded(value, lay.dim) if all_of_it else (value, [])
+            for i, before, n, after in folded:
+                follow(dim, source, Sharded(i, (Segment(n),)), outer * before, after * inner)
+            if folded:
+                return
+        if isinstance(rule_for(value.target), Contract):  # features
+            return
+        if value in computed and not (all_of_it and lay.dim == 0):
+            cut = Sharded(dim, (Segment(lay.tokens),), outer, inner)
+            found.append(Factor(site, cut, given=all_of_it and value.op == "placeholder"))
 
-    for dim in range(len(site.shape("q")) - 3):
-        whole = Sharded(dim, (Segment(site.shape("q")[dim]),))
-        for value, lay in _back(site.q, whole, computed):
-            if value.op == "call_function" and isinstance(rule_for(value.target), Regroup):
-                source: fx.Node = value.args[0]  # type: ignore[assignment]
-                folded = _merged(source.meta["val"].shape, value.meta["val"].shape, lay.dim)
-                for i, outer, n, inner in folded:
-                    add(_root(source, Sharded(i, (Segment(n),)), computed), Sharded(dim, (Segment(n),), outer, inner))
-                if folded:
-                    break
-        else:
-            if lay.dim > 0:
-                add(_root(site.q, whole, computed), whole)
+    for dim, extent in enumerate(site.shape("q")[:-2]):
+        follow(dim, site.q, Sharded(dim, (Segment(extent),)))
     return found
 
 
 _APART = 1 << 30
 """More ranks than divide any dim: factors of one that they divide are not told apart any more."""
-
-
-def _root(node: fx.Node, lay: Sharded, computed: set[fx.Node]) -> tuple[fx.Node, Sharded] | None:
-    """The value furthest back that has a dim, and how it lies there; None if the dim comes from a parameter."""
-    *_, last = _back(node, lay, computed)
-    return last if last[0] in computed else None
 
 
 def _back(node: fx.Node, lay: Sharded, computed: set[fx.Node]) -> Iterator[tuple[fx.Node, Sharded]]:
@@ -136,21 +127,27 @@ def _back(node: fx.Node, lay: Sharded, computed: set[fx.Node]) -> Iterator[tuple
         if node.target is operator.getitem:
             node, output = node.args  # type: ignore[assignment]
         rule, call = rule_for(node.target), Call(node, _APART, lambda key, tokens: (Segment(tokens),))
-        behind = [(call.operands[i], before) for i, before in rule.backward(call, output, lay)] if rule else []
+        pairs = rule.backward(call, output, lay) if rule else []
+        first_only = isinstance(rule, Contract)  # a dim of another factor is made by weights
+        behind = [(call.operands[i], before) for i, before in pairs if i == 0 or not first_only]
         if not behind:
             return
         node, lay = next(((n, before) for n, before in behind if n in computed), behind[0])
         yield node, lay
 
 
-def _merged(shape: Sequence[int], new_shape: Sequence[int], dim: int) -> list[tuple[int, int, int, int]]:
-    """The dims of ``shape``, but for its first, that make up ``dim`` of ``new_shape``: (dim, outer, extent, inner)."""
+def _folded(value: fx.Node, dim: int) -> tuple[fx.Node, list[tuple[int, int, int, int]]]:
+    """What ``value`` is a view of, and the dims of that that make up its ``dim``: (dim, outer, extent, inner) each."""
+    if value.op != "call_function" or not isinstance(rule_for(value.target), Regroup):
+        return value, []
+    source: fx.Node = value.args[0]  # type: ignore[assignment]
+    shape, new_shape = source.meta["val"].shape, value.meta["val"].shape
     before, extent = math.prod(new_shape[:dim]), new_shape[dim]
     starts = list(accumulate(shape, lambda a, b: a * b, initial=1))
     inside = [i for i, n in enumerate(shape) if n > 1 and starts[i] >= before and starts[i + 1] <= before * extent]
     if len(inside) < 2 or extent != math.prod(shape[i] for i in inside):
-        return []
-    return [(i, starts[i] // before, shape[i], before * extent // starts[i + 1]) for i in inside if i > 0]
+        return source, []
+    return source, [(i, starts[i] // before, shape[i], before * extent // starts[i + 1]) for i in inside]
 
 
 def cost(graph: fx.Graph, sites: Sequence[Site], found: Inference, policy: Policy) -> float:

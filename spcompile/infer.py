@@ -7,7 +7,7 @@
 3. *Cuts*: where a slice falls inside a segment, or two layouts of the same tokens meet, the missing cut points
    go back to where those tokens began to be sharded, and the forward pass runs again. Cuts only accumulate.
 
-Sites that still have a whole query afterwards are walked from next, costliest first.
+Sites that still have a whole query afterwards are walked from next, costliest first, with all of the same shape.
 """
 
 from __future__ import annotations
@@ -86,11 +86,13 @@ def infer(
     if first is not None:
         search.want(first[0].q, first[1])
     found = search.settle()
-    for site in sorted(sites, key=lambda s: -s.cost):
-        q = found.layouts[site.q]
-        if q == REPLICATED and site.num_query_tokens >= max(policy.min_tokens, 2):
+    left = [s for s in sorted(sites, key=lambda s: -s.cost) if s.num_query_tokens >= max(policy.min_tokens, 2)]
+    while left := [s for s in left if found.layouts[s.q] == REPLICATED]:
+        alike = [s for s in left if s.shape("q") == left[0].shape("q")]
+        for site in alike:
             search.want_query(site)
-            found = search.settle()
+        left = [s for s in left if s not in alike]
+        found = search.settle()
     if not policy.may_draw:
         _refuse_random(graph, found)
     return found

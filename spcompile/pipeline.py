@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from spcompile import ops
@@ -233,6 +234,9 @@ def _for_inner(captured: Captured, dynamo: fx.GraphModule, rewritten: Rewritten)
                 node._dynamo_source = source._dynamo_source
     module = fx.GraphModule(captured.graph_module, rewritten.graph, "spcompile")
     module.meta.update(dynamo.meta)
-    if hasattr(dynamo, "_param_name_to_source"):
-        module._param_name_to_source = dynamo._param_name_to_source
+    if hasattr(dynamo, "_param_name_to_source"):  # AOTAutograd then wants the source of constants too
+        constants = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+        sources = {name: ConstantSource(f"spcompile constant {name}") for name in constants}
+        of_dynamo: Any = dynamo._param_name_to_source
+        module._param_name_to_source = sources | of_dynamo
     return module

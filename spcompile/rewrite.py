@@ -147,7 +147,10 @@ class _Emitter:
 
     def reason(self, node: fx.Node) -> str:
         if node in self.found.sites:
-            return self.found.sites[node].reason
+            chosen = self.found.sites[node]
+            if chosen.exchange == "replicated":
+                return chosen.reason
+            return f"what it reads is not cut as {chosen.exchange} takes it; sizes that ranks divide often avoid that"
         return self.found.regathered.get(node, "its operands are sharded along different dims")
 
     # nodes

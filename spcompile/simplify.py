@@ -45,6 +45,8 @@ def simplify(module: fx.GraphModule) -> fx.GraphModule:
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(module.graph, copies))
     for old, new in list(copies.items()):
+        if hasattr(old, "_dynamo_source"):  # AOTAutograd asks every placeholder for it
+            new._dynamo_source = old._dynamo_source
         if old.name in found:
             found[old.name](new)
     _erase_block_masks(graph)

@@ -80,7 +80,7 @@ def require_distributed(sites: Sequence[Site], report: Report) -> None:
     reasons = "\n".join(f"  {e.name} ({e.source}): {e.reason}" for e in report.attention)
     raise UnsupportedGraphError(
         "SP210",
-        f"attention was found {len(sites)} times and none of it can be distributed:\n{reasons}\n"
+        f"none of the attention ({len(sites)} site{'s' * (len(sites) > 1)}) can be distributed:\n{reasons}\n"
         "Use sp=1, or change what the reasons name.",
     )
 

@@ -20,7 +20,7 @@ import pytest
 WORKER = Path(__file__).parent / "workers" / "cases.py"
 SMALL = (
     "ops_equal_the_reference", "opcheck", "several_resolutions", "dynamic_shapes_under_inductor", "writes", "switches",
-    "caches_of_steps", "running_statistics",
+    "caches_of_steps", "running_statistics", "constants_under_inductor", "classes_with_constants",
     "different_shapes", "degrees_that_do_not_match",
     "different_dtypes",  # the last, for it may end the processes
 )  # fmt: skip
@@ -36,7 +36,7 @@ SUB_GROUPS = (
 )  # fmt: skip
 MODELS = ("flux_float32", "wan_float32", "sd3_float32", "flux_bfloat16")
 LAUNCHES = {
-    2: ((*ALONE, *SMALL), MODELS),
+    2: ((*ALONE, *SMALL), MODELS, ("every_class",)),
     4: ((*SUB_GROUPS, "two_axes_of_a_mesh", *PRODUCTS, "ops_equal_the_reference", "writes"), MODELS, ON_FOUR),
 }
 LIMIT_S = 540
@@ -103,6 +103,25 @@ def test_running_statistics_follow():
     for result in measured(2, "running_statistics"):
         assert result["off"] < 1e-13
         assert result["regathers"] == 0
+
+
+def test_constants_of_a_graph_are_compiled():
+    assert all(result["off"] < 1e-13 for result in measured(2, "constants_under_inductor"))
+
+
+REFUSED = {"Kandinsky6SRTransformer3DModel"}
+
+
+@pytest.mark.parametrize(
+    ("name", "least"), [("classes_with_constants", 3), pytest.param("every_class", 75, marks=pytest.mark.long)]
+)
+def test_diffusers_classes_are_exact_as_compiled(name, least):
+    for result in measured(2, name):
+        assert len(result) == least
+        refused = {cls for cls, found in result.items() if isinstance(found, str)}
+        assert refused <= REFUSED, [result[cls] for cls in refused]
+        wrong = {cls: result[cls] for cls in set(result) - refused if result[cls][0] > result[cls][1]}
+        assert not wrong
 
 
 def test_a_cut_that_moves_there_and_back_is_exact():

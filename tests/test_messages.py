@@ -174,7 +174,7 @@ def test_strict_takes_a_graph_without_either():
 
 def test_nothing_to_distribute():
     text = refusal(nn.Sequential(SelfAttention(), SelfAttention()), min_tokens=100)
-    assert "attention was found 2 times and none of it can be distributed:" in text
+    assert "none of the attention (2 sites) can be distributed:" in text
     assert text.count("7 query tokens, fewer than min_tokens=100") == 2
     assert "Use sp=1, or change what the reasons name." in text
 

@@ -200,16 +200,19 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], set[int]]] = {
         aten.batch_norm.default, (X, None, None, x(6), x(6).abs(), True, 0.1, 1e-5, False), set()
     ),
     "batch_norm, dead": (
-        aten._native_batch_norm_legit_functional.default, (X, x(6), x(6), x(6), x(6).abs(), False, 0.3, 1e-5), set()
+        aten._native_batch_norm_legit_functional.default, (X, x(6), x(6), x(6), x(6).abs(), False, 0.3, 1e-5), {0, 2}
     ),
     "batch_norm, dead, as traced": (
-        aten._native_batch_norm_legit_no_training.default, (X, x(6), x(6), x(6), x(6).abs(), 0.3, 1e-5), set()
+        aten._native_batch_norm_legit_no_training.default, (X, x(6), x(6), x(6), x(6).abs(), 0.3, 1e-5), {0, 2}
+    ),
+    "batch_norm, live, as traced": (
+        aten._native_batch_norm_legit.no_stats, (X, x(6), x(6), True, 0.3, 1e-5), {0, 2}
     ),
     "batch_norm of rows": (aten.batch_norm.default, (IMAGE, None, x(6), None, None, True, 0.1, 1e-5, False), {0, 2, 3}),
     "batch_norm as CUDA": (
         aten._batch_norm_with_update_functional.default, (X, x(6), x(6), x(6), x(6).abs(), 0.3, 1e-5), {0, 2}
     ),
-    "native_batch_norm": (aten.native_batch_norm.default, (X, None, None, x(6), x(6).abs(), False, 0.1, 1e-5), set()),
+    "native_batch_norm": (aten.native_batch_norm.default, (X, None, None, x(6), x(6).abs(), False, 0.1, 1e-5), {0, 2}),
     "softmax": (aten.softmax.int, (X, -1), {0, 1}),
     "_softmax": (aten._softmax.default, (X, 1, False), {0, 2}),
     "log_softmax": (aten.log_softmax.int, (X, 0), {1, 2}),
@@ -279,6 +282,14 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], set[int]]] = {
     "group_norm of rows": (aten.group_norm.default, (x(2, 6, 9, 4), 2), {0, 2, 3}),
     "instance_norm": (aten.instance_norm.default, (x(2, 6, 9), x(6), None, None, None, True, 0.1, 1e-5, False), {0, 2}),
     "roll back": (aten.roll.default, (X, [-2], [1]), {0, 1, 2}),
+    "instance_norm, dead": (
+        aten.instance_norm.default, (X, x(6), None, x(6), x(6).abs(), False, 0.1, 1e-5, False), {0, 2}
+    ),
+    "every other": (aten.slice.Tensor, (x(2, 12, 3), 1, 0, 100, 2), {0, 1, 2}),
+    "every other, from the second": (aten.slice.Tensor, (x(2, 12, 3), 1, 1, 12, 2), {0, 1, 2}),
+    "every third": (aten.slice.Tensor, (x(2, 18, 3), 1, 2, 18, 3), {0, 1, 2}),
+    "every other, but for the end": (aten.slice.Tensor, (x(2, 12, 3), 1, 0, 9, 2), {0, 2}),
+    "every other of an odd number": (aten.slice.Tensor, (x(2, 9, 3), 1, 0, 9, 2), {0, 2}),
     "roll far": (aten.roll.default, (X, [3], [1]), {0, 1, 2}),
     "roll of two dims": (aten.roll.default, (x(2, 8, 9), [1, 2], [1, 2]), {0, 1, 2}),
     "roll of two dims back": (aten.roll.default, (x(2, 12, 9), [-1, 4], [1, 2]), {0, 1, 2}),
@@ -326,6 +337,10 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], set[int]]] = {
     "avg_pool2d without batch": (aten.avg_pool2d.default, (x(3, 12, 12), [2, 2]), {0}),
     "avg_pool2d, overlapping": (aten.avg_pool2d.default, (x(2, 3, 12, 12), [3, 3], [2, 2], [1, 1]), {0, 1}),
     "avg_pool3d": (aten.avg_pool3d.default, (x(2, 3, 4, 4, 4), [2, 2, 2], [2, 2, 2]), {0, 1, 2, 3, 4}),
+    "adaptive_avg_pool1d": (aten.adaptive_avg_pool1d.default, (x(2, 6, 9), [1]), {0, 1, 2}),
+    "adaptive_avg_pool1d to two": (aten.adaptive_avg_pool1d.default, (x(2, 6, 9), [2]), {0, 1}),
+    "adaptive_avg_pool2d": (aten.adaptive_avg_pool2d.default, (IMAGE, [1, 1]), {0, 1, 2, 3}),
+    "adaptive_avg_pool2d of rows": (aten.adaptive_avg_pool2d.default, (IMAGE, [1, 2]), {0, 1}),
     "max_pool1d": (aten.max_pool1d.default, (X, [2]), {0, 1, 2}),
     "max_pool2d": (aten.max_pool2d.default, (x(2, 3, 12, 12), [2, 2]), {0, 1, 2, 3}),
     "max_pool3d": (aten.max_pool3d.default, (x(2, 3, 4, 4, 4), [2, 2, 2]), {0, 1, 2, 3, 4}),
@@ -532,6 +547,21 @@ def test_walking_back_from_a_result_finds_dims_that_the_plan_carries(op, args, c
                 plan = planned(call, operand, layout)
                 if plan is not None and isinstance(plan.outputs[output], Sharded):
                     assert plan.outputs[output].dim == dim
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (aten.instance_norm.default, (X, None, None, x(6), x(6).abs(), True, 0.1, 1e-5, False)),
+        (aten.batch_norm.default, (X, None, None, x(6), x(6).abs(), True, 0.1, 1e-5, False)),
+        (aten.native_batch_norm.default, (X, None, None, x(6), x(6).abs(), True, 0.1, 1e-5)),
+    ],
+    ids=["instance_norm", "batch_norm", "native_batch_norm"],
+)
+def test_running_statistics_that_an_op_writes_in_place_are_of_all_its_input(op, args):
+    call = traced(op, args, degree=2)
+    for dim, extent in enumerate(X.shape):
+        assert all(planned(call, 0, layout) is None for layout in layouts_along(dim, extent))
 
 
 def test_every_op_of_the_table_has_an_example():

@@ -90,3 +90,63 @@ def test_windows_that_ranks_do_not_divide_are_exact(grid, degree):
 def test_degrees_that_are_asked_for_cut_the_sequence():
     report = assert_exact(Swin(2, 4, 0), torch.randn(2, 3, 8, 8), ulysses=2, tolerance=1e-6)
     assert {entry.exchange for entry in report.attention} == {"ulysses"}
+
+
+class Short(nn.Module):
+    """Attention within chunks of 4 tokens, in the form that ``attend(q, k, v)`` takes [N, S, C]."""
+
+    def __init__(self, attend) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.mlp, self.attend = nn.Linear(C, C), nn.Linear(C, 3 * C), nn.Linear(C, C), attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        q, k, v = self.qkv(x).unflatten(1, (-1, 4)).flatten(0, 1).chunk(3, -1)
+        x = x + self.attend(q, k, v).reshape(x.shape)
+        x = x + self.mlp(x).roll(1, 1)
+        q, k, v = self.qkv(x).unflatten(1, (-1, 4)).flatten(0, 1).chunk(3, -1)
+        return x + self.attend(q, k, v).reshape(x.shape)
+
+
+def without_heads(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def by_hand(q, k, v):
+    return (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).softmax(-1) @ v
+
+
+def heads_in_the_batch(q, k, v):
+    q, k, v = (y.unflatten(-1, (6, -1)).transpose(1, 2).flatten(0, 1) for y in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).unflatten(0, (-1, 6)).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("attend", [without_heads, by_hand, heads_in_the_batch])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("degree", [2, 3])
+def test_windows_without_a_dim_of_heads(attend, batch, degree):
+    report = assert_exact(Short(attend).double(), torch.randn(batch, 24, C).double(), sp=degree, tolerance=1e-13)
+    assert {entry.exchange for entry in report.attention} == {"local"}
+    assert not report.regathers
+
+
+class Merged(nn.Module):
+    """Windows, then four patches become one, as Swin does by slices, then windows again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first, self.second = nn.Linear(3, C), Windows(4, 2), Windows(4, 2)
+        self.reduce = nn.Linear(4 * C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, columns = x.shape[1:3]
+        x = self.first(self.embed(x).flatten(1, 2), (rows, columns)).view(-1, rows, columns, C)
+        x = torch.cat([x[:, i::2, j::2, :] for j in (0, 1) for i in (0, 1)], -1)
+        return self.second(self.reduce(x).flatten(1, 2), (rows // 2, columns // 2))
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_patches_are_merged_where_they_lie(degree):
+    report = assert_exact(Merged().double(), torch.randn(2, 32, 32, 3).double(), sp=degree, tolerance=1e-12)
+    assert {entry.exchange for entry in report.attention} == {"local"}
+    assert not report.regathers

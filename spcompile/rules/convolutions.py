@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from spcompile.call import Call
-from spcompile.layout import Layout, Segment, Sharded
+from spcompile.layout import Layout, Sharded
 from spcompile.rules.base import Build, Plan, first_only
+from spcompile.rules.pieces import coarser
 
 aten = torch.ops.aten
 
@@ -31,7 +32,7 @@ def convolved(call: Call, layouts: Sequence[Layout]) -> Plan | None:
     padding = paddings[dim - 2]
     if call.arguments.get("transposed"):
         return None
-    out = _fewer(lay, stride, call.degree) if stride > 1 else lay
+    out = coarser(lay, stride, call.degree) if stride > 1 else lay
     if out is None or call.outputs[0][dim] * stride != call.shape(0)[dim]:
         return None
     before, after = padding, max(reach + 1 - stride - padding, 0)
@@ -87,7 +88,7 @@ def pooled(call: Call, layouts: Sequence[Layout]) -> Plan | None:
             ("dilation", 1),
         )
     )
-    out = _fewer(lay, stride, call.degree) if (kernel, padding, dilation) == (stride, 0, 1) else None
+    out = coarser(lay, stride, call.degree) if (kernel, padding, dilation) == (stride, 0, 1) else None
     return Plan((lay,), (out,)) if out and call.outputs[0][lay.dim] * stride == call.shape(0)[lay.dim] else None
 
 
@@ -112,17 +113,3 @@ def _of_dim(value: Any, dim: int, rank: int) -> int:
     """The entry of a list argument for one spatial dim; the last is for the last dim, and a single one for all."""
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     return values[dim - rank] if len(values) > 1 else values[0]
-
-
-def _fewer(lay: Sharded, patch: int, degree: int) -> Sharded | None:
-    """Every ``patch`` tokens become one, if no patch lies on two ranks."""
-    if lay.inner % patch == 0:
-        return replace(lay, inner=lay.inner // patch)
-    if lay.inner != 1 or any(s.tokens % (patch * degree) for s in lay.segments):
-        return None
-
-    def coarser(s: Segment) -> Segment:
-        origin = s.origin and replace(s.origin, unit=s.origin.unit * patch)
-        return replace(s, tokens=s.tokens // patch, origin=origin)
-
-    return replace(lay, segments=tuple(coarser(s) for s in lay.segments))

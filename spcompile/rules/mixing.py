@@ -146,13 +146,25 @@ def summed(call: Call, layouts: Sequence[Layout]) -> Plan | None:
     found = _over_tokens(call, layouts)
     if found is None:
         return None
-    (lay, reduced), dtype = found, value_dtype(call)
     is_mean = call.node.target._schema.name == "aten::mean"  # type: ignore[union-attr]
-    count = math.prod(call.shape(0)[d] for d in reduced)
+    return _sum(call, *found, _kept(call), is_mean)
+
+
+def pooled_to_one(call: Call, layouts: Sequence[Layout]) -> Plan | None:
+    """adaptive_avg_pool to a single value: a mean over the last dims."""
+    lay, size = layouts[0], call.arguments["output_size"]
+    spatial = list(range(call.rank(0)))[-len(size) :]
+    if not isinstance(lay, Sharded) or lay.dim not in spatial or any(n != 1 for n in size):
+        return None
+    return _sum(call, lay, spatial, True, is_mean=True) if cheaper_reduced(call, [0]) else None
+
+
+def _sum(call: Call, lay: Sharded, reduced: list[int], kept: bool, is_mean: bool) -> Plan:
+    dtype, count = value_dtype(call), math.prod(call.shape(0)[d] for d in reduced)
 
     def build(b: Build, given: dict[str, Any]) -> fx.Node:
         x = b.filled(given["self"], lay, 0.0)
-        total = b.all_reduce(b.emit(aten.sum.dim_IntList, x, reduced, _kept(call), dtype=_wide(dtype)), "sum")
+        total = b.all_reduce(b.emit(aten.sum.dim_IntList, x, reduced, kept, dtype=_wide(dtype)), "sum")
         return b.cast(b.emit(aten.div.Tensor, total, count) if is_mean else total, dtype)
 
     return _partial_plan(call, lay, build)
@@ -293,14 +305,17 @@ def normalised_groups(call: Call, layouts: Sequence[Layout]) -> Plan | None:
 
 
 def normalised_batch(call: Call, layouts: Sequence[Layout]) -> Plan | None:
-    """batch_norm by the batch's own statistics, which the running ones then follow, of tokens in any dim but channels.
+    """batch_norm of tokens in any dim but channels; by its own statistics the running ones follow them.
 
     Results: the normalised values, mean and reciprocal deviation of every channel, and where the op has running
     statistics the new ones at the end.
     """
     lay, running = layouts[0], call.arguments.get("running_mean") is not None
-    if not isinstance(lay, Sharded) or lay.dim == 1 or not call.arguments.get("training", True):
+    if not isinstance(lay, Sharded) or lay.dim == 1:
         return None
+    statistics = [REPLICATED] * (len(call.outputs) - 1)
+    if not names.takes_statistics(call):
+        return Plan(first_only(lay, call), (lay, *statistics))
     results: Any = call.node.meta["val"]
     new = 2 if isinstance(results, (tuple, list)) and len(results) > 3 else 0
     if running and not new:
@@ -330,7 +345,6 @@ def normalised_batch(call: Call, layouts: Sequence[Layout]) -> Plan | None:
                 found.append(b.emit(aten.add.Tensor, kept, b.emit(aten.mul.Tensor, seen, part)))
         return [b.cast(f, r.dtype) for f, r in zip(found, results, strict=True)]
 
-    statistics = [REPLICATED] * (len(call.outputs) - 1)
     return Plan(first_only(lay, call), (lay, *statistics), build=build)
 
 

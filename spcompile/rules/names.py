@@ -303,7 +303,23 @@ def complex_pair(extra_in: int) -> Callable[[Call], tuple[Names, Names]]:
 
 def batch_norm(call: Call) -> tuple[Names, Names]:
     """With running statistics every dim but the channels passes; otherwise the op mixes all samples."""
-    live = call.arguments.get("training", call.arguments.get("train", True)) or call.arguments.get("use_input_stats")
-    kept: list[Name] = [None if live or d == 1 else d for d in range(call.rank(0))]
+    kept: list[Name] = [None if takes_statistics(call) or d == 1 else d for d in range(call.rank(0))]
     statistics: Names = [[None] * len(o) for o in call.outputs[1:]]
     return of_first(call, kept), [kept, *statistics]
+
+
+def takes_statistics(call: Call) -> bool:
+    """Does a batch norm take its statistics from its input?"""
+    alone = "no_training" not in call.node.target._schema.name  # type: ignore[union-attr]
+    return bool(call.arguments.get("training", call.arguments.get("train", alone)))
+
+
+def instance_norm(call: Call) -> tuple[Names, Names]:
+    """By its own statistics samples stay apart, unless the running ones, which are over all, are written."""
+    if not call.arguments["use_input_stats"]:
+        kept = blocked(call.rank(0), 1)
+        return of_first(call, kept), [kept]
+    if call.arguments["running_mean"] is not None:
+        nothing: list[Name] = [None] * call.rank(0)
+        return of_first(call, nothing), [nothing]
+    return only_first_dim(call)

@@ -83,10 +83,8 @@ def _split_tokens(
         if lay.tokens % frames or extent % frames:
             return None
         unit = lay.tokens // frames
-        if len(lay.segments) == 1 and frames % degree == 0:
-            segment = lay.segments[0]
-            origin = segment.origin and replace(segment.origin, unit=segment.origin.unit * unit)
-            return Sharded(dim, (replace(segment, tokens=frames, origin=origin),), outer // before[dim], 1)
+        if all(s.tokens % (unit * degree) == 0 for s in lay.segments):
+            return Sharded(dim, tuple(_fewer(s, unit) for s in lay.segments), outer // before[dim], 1)
         return _share_of_each(lay, frames, unit, outer, new_shape, degree)
     return None
 
@@ -170,6 +168,16 @@ class Slice:
         assert isinstance(lay, Sharded)
         if lay.dim != call.dim("dim"):
             return Plan((lay,), tuple(lay for _ in call.outputs))
+        if _steps_evenly(call):
+            step = call.arguments["step"]
+            out = coarser(lay, step, call.degree)
+            local = {
+                "dim": lay.dim,
+                "start": call.arguments["start"] or 0,
+                "end": lay.local_extent(call.degree),
+                "step": step,
+            }
+            return Plan((lay,), (out,), {"self": call.operands[0], **local}, aten.slice.Tensor) if out else None
         found = _cut(lay, self.pieces(call))
         if found is None:
             return None
@@ -182,10 +190,33 @@ class Slice:
         dim = call.dim("dim")
         if want.dim != dim:
             return [(0, want)]
+        if _steps_evenly(call):
+            return [(0, replace(want, inner=want.inner * call.arguments["step"]))]
         whole = call.shape(0)[dim]
         if want.outer != 1 or whole % want.inner:
             return []
         return [(0, replace(want, segments=(Segment(whole // want.inner),)))]
+
+
+def _steps_evenly(call: Call) -> bool:
+    """Is it a slice that takes one of every ``step`` entries, from the first to the last of them?"""
+    step, whole, dim = call.arguments.get("step", 1), call.shape(0), call.dim("dim")
+    return step > 1 and 0 <= (call.arguments["start"] or 0) < step and call.outputs[0][dim] * step == whole[dim]
+
+
+def coarser(lay: Sharded, patch: int, degree: int) -> Sharded | None:
+    """Every ``patch`` entries of a dim become one, if no patch lies on two ranks."""
+    if lay.inner % patch == 0:
+        return replace(lay, inner=lay.inner // patch)
+    if lay.inner != 1 or any(s.tokens % (patch * degree) for s in lay.segments):
+        return None
+    return replace(lay, segments=tuple(_fewer(s, patch) for s in lay.segments))
+
+
+def _fewer(segment: Segment, patch: int) -> Segment:
+    """Every ``patch`` tokens are one."""
+    origin = segment.origin and replace(segment.origin, unit=segment.origin.unit * patch)
+    return replace(segment, tokens=segment.tokens // patch, origin=origin)
 
 
 def between(lay: Sharded, start: int, end: int) -> tuple[Segment, ...]:

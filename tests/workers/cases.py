@@ -55,6 +55,13 @@ def off(found: Any, expected: Any) -> float:
     return max(float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in pairs)
 
 
+def off_by_scale(found: Any, expected: Any) -> float:
+    """The largest difference of tensors, relative to the largest value in all of them."""
+    tensors = [[t for t in pytree.tree_leaves(x) if isinstance(t, Tensor)] for x in (found, expected)]
+    scale = max(float(t.abs().max()) for t in tensors[1])
+    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(*tensors, strict=True)) / scale
+
+
 class Normed(nn.Module):
     """Batch norm over the tokens between two attentions, in train mode."""
 
@@ -64,6 +71,21 @@ class Normed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.norm(self.first(x).mT).mT)
+
+
+class WithConstants(nn.Module):
+    """A mask and factors that are made of numbers in `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(24, 72)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype)
+        mask[-2:] = -100.0
+        y = attend(*self.qkv(x).chunk(3, -1), attn_mask=mask) * torch.tensor(2.0, dtype=x.dtype)
+        y[:, 1:3] = 0.5
+        return y + torch.tensor([1.0, 2.0, 3.0], dtype=x.dtype).repeat(8)
 
 
 class Moving(nn.Module):
@@ -182,6 +204,43 @@ def running_statistics() -> dict[str, Any]:
         found, expected = ([call(x) for x in xs] for call in (fast, eager))
     error = off([found, list(model.buffers())], [expected, list(eager.buffers())])
     return {"off": error, "regathers": len(backend.report().regathers)}
+
+
+@case
+def constants_under_inductor() -> dict[str, Any]:
+    """Tensors that a model makes while it runs are constants of the graph."""
+    model = WithConstants().double()
+    with torch.no_grad():
+        x = tokens(7).double()
+        return {"off": off(compiled(model, inner="inductor")(x), model(x))}
+
+
+def _classes(wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """Diffusers' classes at odd lengths through AOTAutograd: how far off each is, or why it is refused."""
+    found: dict[str, Any] = {}
+    for one in (c for cases in zoo.CASES.values() for c in cases if c.label == "odd" and wanted(c.cls)):
+        torch._dynamo.reset()
+        model = one.build()
+        try:
+            with torch.no_grad():
+                expected, result = model(**one.inputs()), compiled(model, check="off")(**one.inputs())
+            found[one.cls] = [off_by_scale(result, expected), one.tolerance]
+        except spcompile.SPError as error:
+            found[one.cls] = str(error)
+    return found
+
+
+WITH_CONSTANTS = {"HunyuanVideoTransformer3DModel", "ChromaTransformer2DModel", "HunyuanImageTransformer2DModel"}
+
+
+@case
+def classes_with_constants() -> dict[str, Any]:
+    return _classes(WITH_CONSTANTS.__contains__)
+
+
+@case
+def every_class() -> dict[str, Any]:
+    return _classes(lambda name: True)
 
 
 @case

@@ -13,10 +13,13 @@ from spcompile.testing.zoo.record import line, record, table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", default=[], help="short names; prints their rows and writes nothing")
-    parser.add_argument("--output", type=Path, default=Path("docs/models.md"))
-    parser.add_argument("--processes", type=int, default=2)
+    parser = argparse.ArgumentParser(prog="python -m spcompile.testing.zoo", description=__doc__)
+    parser.add_argument(
+        "--only", nargs="*", default=[], choices=names(), metavar="NAME",
+        help=f"print these rows and write nothing; of {', '.join(names())}",
+    )  # fmt: skip
+    parser.add_argument("--output", type=Path, default=Path("docs/models.md"), help="the page (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="models at a time; all take about 10 minutes on two")
     options = parser.parse_args()
     records = []
     with multiprocessing.get_context("spawn").Pool(options.processes, torch.set_num_threads, (1,)) as pool:
