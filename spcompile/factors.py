@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 from torch import fx
 
 from spcompile.call import Call
@@ -25,6 +26,8 @@ from spcompile.rules.mixing import Contract
 from spcompile.rules.pieces import Regroup
 from spcompile.sites import Site
 from spcompile.switching import switch_sites
+
+aten = torch.ops.aten
 
 MAX_CANDIDATES = 4
 """Factors that are tried besides the sequence."""
@@ -104,16 +107,21 @@ def factors(site: Site, computed: set[fx.Node]) -> list[Factor]:
                 follow(dim, source, Sharded(i, (Segment(n),)), outer * before, after * inner)
             if folded:
                 return
-        if isinstance(rule_for(value.target), Contract):  # features
+        is_last = lay.dim == value.meta["val"].dim() - 1
+        if isinstance(rule_for(value.target), Contract) or (is_last and value.target not in _PIXELS):  # features
             return
         if value in computed and not (all_of_it and lay.dim == 0):
             cut = Sharded(dim, (Segment(lay.tokens),), outer, inner)
             found.append(Factor(site, cut, given=all_of_it and value.op == "placeholder"))
 
-    for dim, extent in enumerate(site.shape("q")[:-2]):
+    *batch, _, _ = site.shape("q")
+    for dim, extent in enumerate(batch[:-1] or batch):  # the last is of heads, unless it is all there is
         follow(dim, site.q, Sharded(dim, (Segment(extent),)))
     return found
 
+
+_PIXELS = {getattr(aten, f"conv{n}d").default for n in (1, 2, 3)} | {aten.convolution.default}
+"""Ops whose last dim is none of features."""
 
 _APART = 1 << 30
 """More ranks than divide any dim: factors of one that they divide are not told apart any more."""
