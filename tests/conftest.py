@@ -48,8 +48,3 @@ def world_of_one() -> Iterator[str]:
 @pytest.fixture
 def dump_folder(tmp_path: Path) -> Path:
     return tmp_path / "dump"
-
-
-def pytest_collection_modifyitems(items):
-    """Random models last: there are thousands in the long run, and the other sweeps should have had their turn."""
-    items.sort(key=lambda item: item.path.name == "test_graphs.py")
