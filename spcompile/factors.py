@@ -55,7 +55,7 @@ def infer_cheapest(graph: fx.Graph, sites: Sequence[Site], policy: Policy) -> tu
     for factor in candidates(graph, sites, found, policy):
         try:
             other = infer(graph, sites, policy, first=(factor.site, factor.layout))
-        except UnsupportedGraphError:  # what has been found is exact
+        except UnsupportedGraphError:  # this way only: the graph has been inferred in another
             continue
         samples = factor.given and not _mixes(sites, other)
         switched = switch_sites(graph, sites, other, policy)

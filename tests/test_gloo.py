@@ -20,7 +20,7 @@ import pytest
 WORKER = Path(__file__).parent / "workers" / "cases.py"
 SMALL = (
     "ops_equal_the_reference", "opcheck", "several_resolutions", "dynamic_shapes_under_inductor", "writes", "switches",
-    "caches_of_steps", "running_statistics", "constants_under_inductor", "classes_with_constants",
+    "caches_of_steps", "running_statistics", "constants_under_inductor", "calls_written_out", "classes_with_constants",
     "different_shapes", "degrees_that_do_not_match",
     "different_dtypes",  # the last, for it may end the processes
 )  # fmt: skip
@@ -105,8 +105,9 @@ def test_running_statistics_follow():
         assert result["regathers"] == 0
 
 
-def test_constants_of_a_graph_are_compiled():
-    assert all(result["off"] < 1e-13 for result in measured(2, "constants_under_inductor"))
+@pytest.mark.parametrize("name", ["constants_under_inductor", "calls_written_out"])
+def test_what_tracing_adds_to_a_graph_is_compiled(name):
+    assert all(result["off"] < 1e-13 for result in measured(2, name))
 
 
 REFUSED = {"Kandinsky6SRTransformer3DModel"}

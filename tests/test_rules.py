@@ -326,7 +326,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], set[int]]] = {
     "upsample_nearest2d, size": (aten.upsample_nearest2d.vec, (IMAGE, [16, 32], None), {0, 2, 3}),
     "upsample_nearest2d, unlike": (aten.upsample_nearest2d.vec, (IMAGE, [15, 16], None), {0, 3}),
     "upsample_nearest2d, by three": (aten.upsample_nearest2d.vec, (IMAGE, None, [3.0, 3.0]), {0}),
-    "upsample_nearest2d, about two": (aten.upsample_nearest2d.vec, (IMAGE, None, [2.0, 2.2]), {0, 2}),
+    "upsample_nearest2d, about two": (aten.upsample_nearest2d.vec, (IMAGE, None, [2.0, 2.1]), {0, 2}),
     "upsample_nearest2d, by size and scale": (aten.upsample_nearest2d.default, (IMAGE, [16, 16], 2.0, None), {0, 2, 3}),
     "upsample_nearest2d, by size and others": (aten.upsample_nearest2d.default, (IMAGE, [16, 16], 2.1, 2.0), {0, 3}),
     "avg_pool2d, unlike": (aten.avg_pool2d.default, (x(3, 12, 12), [2, 4], [2, 2], [0, 1]), {0}),

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from helpers import SelfAttention, assert_exact
 from torch import Tensor, nn
 
+from spcompile import factors
+
 C = 24
 
 
@@ -73,7 +75,7 @@ class Swin(nn.Module):
 
 @pytest.mark.parametrize(
     ("grid", "degree"),
-    [((8, 8), 2), ((16, 16), 4), ((12, 20), 2), ((12, 20), 3), ((4, 8, 4), 2), ((24,), 2), ((24,), 3)],
+    [((8, 8), 2), ((8, 4), 2), ((16, 16), 4), ((12, 20), 2), ((12, 20), 3), ((4, 8, 4), 2), ((24,), 2), ((24,), 3)],
 )
 def test_ranks_have_whole_windows_and_rolls_send_rows(grid, degree):
     report = assert_exact(Swin(len(grid), 4, 2), torch.randn(2, 3, *grid), sp=degree, tolerance=1e-6)
@@ -150,3 +152,23 @@ def test_patches_are_merged_where_they_lie(degree):
     report = assert_exact(Merged().double(), torch.randn(2, 32, 32, 3).double(), sp=degree, tolerance=1e-12)
     assert {entry.exchange for entry in report.attention} == {"local"}
     assert not report.regathers
+
+
+class Reversed(nn.Module):
+    """Attention within the frames of x [B, F, S, C], whose order changes in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = SelfAttention(C), SelfAttention(C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x + self.first(x.flatten(0, 1)).view(x.shape)).flip(1)
+        return x + self.second(x.flatten(0, 1)).view(x.shape)
+
+
+def test_no_factor_is_cut_that_gathers_where_another_does_not(monkeypatch):
+    """However cheap it looks."""
+    costs = iter(range(0, -100, -1))
+    monkeypatch.setattr(factors, "cost", lambda *_: next(costs))
+    assert_exact(Reversed().double(), torch.randn(1, 4, 6, C).double(), sp=2, strict=True, tolerance=1e-13)
+    assert next(costs) < -1, "no factor was looked at"

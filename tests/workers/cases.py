@@ -216,6 +216,15 @@ def constants_under_inductor() -> dict[str, Any]:
         return {"off": off(compiled(model, inner="inductor")(x), model(x))}
 
 
+@case
+def calls_written_out() -> dict[str, Any]:
+    """Calls that are replaced before the capture: Dynamo's graph is a copy then."""
+    model = nn.TransformerEncoderLayer(24, 4, 48, batch_first=True).double().eval()
+    with torch.no_grad():
+        x = tokens(7).double()
+        return {"off": off(compiled(model)(x), model(x))}
+
+
 def _classes(wanted: Callable[[str], bool]) -> dict[str, Any]:
     """Diffusers' classes at odd lengths through AOTAutograd: how far off each is, or why it is refused."""
     found: dict[str, Any] = {}
