@@ -34,11 +34,11 @@ def bind(node: fx.Node) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Call:
-    """``new_root(key, tokens)`` gives the segments of tokens that begin to be sharded at this call."""
+    """``new_root(key, tokens)`` gives the segments of tokens that begin to be sharded at this call: one, uncut."""
 
     node: fx.Node
     degree: int
-    new_root: Callable[[object, int], tuple[Segment, ...]]
+    new_root: Callable[[object, int], tuple[Segment, ...]] = lambda key, tokens: (Segment(tokens),)
 
     @cached_property
     def arguments(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ MAX_CANDIDATES = 4
 
 @dataclass(frozen=True)
 class Factor:
-    """A way to cut the batch of a site's query. ``given``: a dim of an input, or a first: perhaps those are samples."""
+    """A way to cut the batch of a site's query. ``given``: a whole dim of an input: perhaps of samples."""
 
     site: Site
     layout: Sharded
@@ -134,7 +134,7 @@ def _back(node: fx.Node, lay: Sharded, computed: set[fx.Node]) -> Iterator[tuple
         output = 0
         if node.target is operator.getitem:
             node, output = node.args  # type: ignore[assignment]
-        rule, call = rule_for(node.target), Call(node, _APART, lambda key, tokens: (Segment(tokens),))
+        rule, call = rule_for(node.target), Call(node, _APART)
         pairs = rule.backward(call, output, lay) if rule else []
         first_only = isinstance(rule, Contract)  # a dim of another factor is made by weights
         behind = [(call.operands[i], before) for i, before in pairs if i == 0 or not first_only]
@@ -165,7 +165,7 @@ def cost(graph: fx.Graph, sites: Sequence[Site], found: Inference, policy: Polic
     for node in graph.nodes:
         plan = found.plans.get(node)
         if plan is not None:
-            call = Call(node, policy.degree, lambda key, tokens: (Segment(tokens),))
+            call = Call(node, policy.degree)
             total += sum(_gathered(x, found, need) for x, need in zip(call.operands, plan.operands, strict=True))
             total += Cost.LATENCY if plan.build is not None else 0
         if is_compute(node) and node not in found.sites:

@@ -125,7 +125,7 @@ class _Planner:
         return None if missing else found
 
     def call(self, node: fx.Node) -> Call:
-        return Call(node, self.policy.degree, lambda key, n: (Segment(n),))
+        return Call(node, self.policy.degree)
 
     def is_sharded(self, node: fx.Node) -> bool:
         layout = self.found.layouts[node]
