@@ -80,15 +80,18 @@ class HostMemory:
         """Send ``pieces`` (contiguous, of as many bytes in all on every rank) to all others."""
         message = Message(self, self.number + 1, [p.numel() * p.element_size() for p in pieces])
         for r in self.others:
-            self.wait(r, self.taken[r], message.number - 2)
+            self.wait(r, self.taken[r], message.number - 2, self.number)
         message.header(self.rank)[:] = message.identity
         for piece, slot in zip(pieces, message.pieces(self.rank), strict=True):
             slot.copy_(as_bytes(piece))
         self.number = self.sent[self.rank][0] = message.number
         return message
 
-    def wait(self, rank: int, counter: Any, number: int) -> None:
-        """Until a rank's counter is there. Raises RuntimeError, as gloo does, if it is no use to wait on."""
+    def wait(self, rank: int, counter: Any, number: int, before: int) -> None:
+        """Until a rank's counter is there. Raises RuntimeError, as gloo does, if it is no use to wait on.
+
+        Interrupted, this rank has sent ``before`` messages again when `interrupt` returns.
+        """
         start = last_look = time.monotonic()
         self.waits += 1
         self.waiting = self.waits
@@ -102,6 +105,9 @@ class HostMemory:
                     time.sleep(_NAP_S)
                 else:
                     os.sched_yield()
+        except Interrupted:
+            self.number = self.sent[self.rank][0] = before
+            raise
         finally:
             self.waiting = 0
 
@@ -152,11 +158,7 @@ class Message:
 
     def arrived(self, rank: int) -> list[Tensor]:
         """A rank's pieces, when they are there, to be read before `done`. Raises `OutOfStep` if they are others."""
-        try:
-            self.memory.wait(rank, self.memory.sent[rank], self.number)
-        except Interrupted:
-            self.memory.number = self.memory.sent[self.memory.rank][0] = self.number - 1
-            raise
+        self.memory.wait(rank, self.memory.sent[rank], self.number, self.number - 1)
         theirs = [int(x) for x in self.header(rank)]
         if theirs != self.identity:
             raise OutOfStep(rank, theirs, self.identity)

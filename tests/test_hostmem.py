@@ -67,6 +67,7 @@ def test_messages_without_entries(found):
 
 def test_an_exchange_that_others_have_not_begun_can_be_ended(found):
     assert found["interrupted"].startswith("an exchange that not all ranks had begun was ended")
+    assert found["sent when interrupted"] == [0]  # and not a moment later
     assert found["exact after it"]
 
 

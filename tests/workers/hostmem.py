@@ -87,6 +87,15 @@ def group(
     dist.destroy_process_group()
 
 
+class SlowToLeave(hostmem.HostMemory):
+    """What is done after a wait comes late: another thread sees what lies in between."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if (name, value) == ("waiting", 0):
+            time.sleep(0.5)
+
+
 def main(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
@@ -114,8 +123,19 @@ def main(rank: int, size: int, folder: Path) -> None:
         found["made in inference mode"] = exchanged(rank, size, 4)
     with group(rank, size, folder) as memory:
         if rank == 0:
-            Timer(1.0, memory.interrupt).start()
+            seen: list[int] = []
+
+            def interrupt() -> None:
+                memory.interrupt()
+                seen.append(int(memory.sent[rank][0]))
+
+            memory.__class__ = SlowToLeave
+            thread = Timer(1.0, interrupt)
+            thread.start()
             found["interrupted"] = raised(lambda: exchanged(rank, size, 7))
+            thread.join()
+            memory.__class__ = hostmem.HostMemory
+            found["sent when interrupted"] = seen
         dist.barrier()
         exact = exchanged(rank, size, 8)
         found["exact after it"] = exact and memory.number == 4
