@@ -17,10 +17,13 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(PYTEST) --dist=loadfile --no-loadscope-reorder --timeout=600
 
-# Random models last: there are thousands, and the other sweeps should have had their turn.
+# The models of diffusers start no processes: both workers share them. Random models last: there are thousands, and
+# the other sweeps should have had their turn.
+APART := tests/test_zoo.py tests/test_graphs.py
+
 long: $(INSTALLED)
-	$(PYTEST) -m long --dist=loadfile --no-loadscope-reorder --timeout=1800 --ignore=tests/test_graphs.py
-	$(PYTEST) -m long --timeout=1800 tests/test_graphs.py
+	$(PYTEST) -m long --dist=loadfile --no-loadscope-reorder --timeout=1800 $(APART:%=--ignore=%)
+	$(PYTEST) -m long --timeout=1800 $(APART)
 
 # mypy reads the package as it is installed, with ops/ as spcompile.ops.
 lint: $(INSTALLED)

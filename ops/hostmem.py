@@ -65,7 +65,7 @@ class HostMemory:
         counters = [s[:_HEADER].view(torch.int64).numpy() for s in self.segments]
         self.sent, self.taken = ([c[i * _LINE :] for c in counters] for i in (0, 1))
         self.number = self.waits = 0
-        self.waiting = self.interrupted = 0  # which wait it is
+        self.waiting = self.interrupted = self.freed = 0  # which wait it is
 
     @property
     def others(self) -> list[int]:
@@ -107,6 +107,7 @@ class HostMemory:
                     os.sched_yield()
         except Interrupted:
             self.number = self.sent[self.rank][0] = before
+            self.freed = self.waiting
             raise
         finally:
             self.waiting = 0
@@ -114,13 +115,12 @@ class HostMemory:
     def interrupt(self) -> bool:
         """From another thread: end the exchange in which this rank waits, as if it had never begun.
 
-        For one that not all ranks have begun. False if this rank does not wait here.
+        For one that not all ranks have begun. False if this rank does not wait here, or what it waited for came.
         """
-        self.interrupted = self.waiting
-        ended = self.interrupted > 0
-        while ended and self.waiting == self.interrupted:
+        self.interrupted = wait = self.waiting
+        while wait and self.waiting == wait:
             time.sleep(_NAP_S)
-        return ended
+        return wait > 0 and self.freed == wait
 
     def settle(self) -> None:
         """After an exception between `put` and `done`: what was not taken is not wanted."""

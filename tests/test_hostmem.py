@@ -71,6 +71,10 @@ def test_an_exchange_that_others_have_not_begun_can_be_ended(found):
     assert found["exact after it"]
 
 
+def test_an_exchange_that_went_on_was_not_ended(found):
+    assert found["interrupted as it came"] is False
+
+
 def test_a_rank_that_is_late_ends_the_step_in_time(found):
     text, seconds = re.fullmatch(r"(.*) \[(\d+) s\]", found["one is late"]).groups()
     assert re.match(r"rank \d of the group sent nothing for 3.* s, the group's timeout", text)

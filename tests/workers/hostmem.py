@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from threading import Timer
+from threading import Thread, Timer
 from typing import Any
 from unittest import mock
 
@@ -87,6 +88,18 @@ def group(
     dist.destroy_process_group()
 
 
+def interrupted_as_it_came(memory: hostmem.HostMemory) -> bool:
+    """Does a wait count as ended that went on with what it waited for?"""
+    counter = [0]
+    with mock.patch.object(hostmem, "_LOOK_S", math.inf):
+        waits = Thread(target=memory.wait, args=(1, counter, 1, 0))
+        waits.start()
+        while not memory.waiting:
+            time.sleep(0.01)
+        Timer(0.2, counter.__setitem__, (0, 1)).start()
+        return memory.interrupt()
+
+
 class SlowToLeave(hostmem.HostMemory):
     """What is done after a wait comes late: another thread sees what lies in between."""
 
@@ -123,10 +136,12 @@ def main(rank: int, size: int, folder: Path) -> None:
         found["made in inference mode"] = exchanged(rank, size, 4)
     with group(rank, size, folder) as memory:
         if rank == 0:
+            found["interrupted as it came"] = interrupted_as_it_came(memory)
             seen: list[int] = []
 
             def interrupt() -> None:
-                memory.interrupt()
+                while not memory.interrupt():
+                    time.sleep(0.01)
                 seen.append(int(memory.sent[rank][0]))
 
             memory.__class__ = SlowToLeave
