@@ -69,6 +69,9 @@ def test_an_exchange_that_others_have_not_begun_can_be_ended(found):
     assert found["interrupted"].startswith("an exchange that not all ranks had begun was ended")
     assert found["sent when interrupted"] == [0]  # and not a moment later
     assert found["exact after it"]
+    error, off = found["interrupted before it was put"]
+    assert "was ended" in error
+    assert off == 0
 
 
 def test_an_exchange_that_went_on_was_not_ended(found):

@@ -172,3 +172,48 @@ def test_no_factor_is_cut_that_gathers_where_another_does_not(monkeypatch):
     monkeypatch.setattr(factors, "cost", lambda *_: next(costs))
     assert_exact(Reversed().double(), torch.randn(1, 4, 6, C).double(), sp=2, strict=True, tolerance=1e-13)
     assert next(costs) < -1, "no factor was looked at"
+
+
+class Alone(nn.Module):
+    """Attention of what ``op`` makes of the inputs."""
+
+    def __init__(self, op) -> None:
+        super().__init__()
+        self.op = op
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        q = self.op(*inputs)
+        return F.scaled_dot_product_attention(q, q, q)
+
+
+NO_TOKENS = {
+    "heads as they are given": (lambda q: q * 2, [(1, 4, 12, 8)]),
+    "samples": (lambda q: q * 2, [(4, 12, 8)]),
+    "heads from features": (lambda x: (x * 2).unflatten(2, (4, 8)).transpose(1, 2).flatten(0, 1), [(1, 12, 32)]),
+    "heads from weights": (lambda x, w: torch.einsum("bsc,chd->bhsd", x, w).flatten(0, 1), [(1, 12, 32), (32, 4, 8)]),
+}
+
+
+def factors_found(monkeypatch) -> list:
+    """All that are found from here on."""
+    found, find = [], factors.factors
+    monkeypatch.setattr(factors, "factors", lambda *args: found.extend(new := find(*args)) or new)
+    return found
+
+
+@pytest.mark.parametrize("name", NO_TOKENS)
+def test_heads_samples_and_features_are_no_factors(name, monkeypatch):
+    op, shapes = NO_TOKENS[name]
+    found = factors_found(monkeypatch)
+    report = assert_exact(Alone(op).double(), *(torch.randn(s).double() for s in shapes), sp=2, tolerance=1e-13)
+    assert report.attention[0].exchange not in ("local", "replicated")
+    assert found == []
+
+
+def test_samples_between_other_dims_stay_whole(monkeypatch):
+    """x [S, B, C]: two samples could be cut, where nothing mixes them."""
+    found = factors_found(monkeypatch)
+    model = Alone(lambda x: x.unflatten(2, (4, 8)).permute(1, 2, 0, 3)).double()
+    report = assert_exact(model, torch.randn(12, 2, 32).double(), sp=2, tolerance=1e-13)
+    assert report.attention[0].exchange != "local"
+    assert [(factor.layout.tokens, factor.given) for factor in found] == [(2, True)]

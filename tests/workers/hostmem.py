@@ -100,6 +100,14 @@ def interrupted_as_it_came(memory: hostmem.HostMemory) -> bool:
         return memory.interrupt()
 
 
+def interrupted_before_it_was_put(memory: hostmem.HostMemory) -> tuple[str, int]:
+    """The error, and by how many the number of messages is off after it."""
+    before = memory.number
+    with mock.patch.object(memory, "taken", [[before - 2]] * len(memory.pids)):
+        Timer(0.2, memory.interrupt).start()
+        return raised(lambda: memory.put([torch.zeros(4)])), memory.number - before
+
+
 class SlowToLeave(hostmem.HostMemory):
     """What is done after a wait comes late: another thread sees what lies in between."""
 
@@ -137,6 +145,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     with group(rank, size, folder) as memory:
         if rank == 0:
             found["interrupted as it came"] = interrupted_as_it_came(memory)
+            found["interrupted before it was put"] = interrupted_before_it_was_put(memory)
             seen: list[int] = []
 
             def interrupt() -> None:
